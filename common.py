@@ -86,7 +86,7 @@ class Draft:
     """A tree of N candidate tokens below the root.
 
     When sampling, the first M nodes were sampled, and row i of `probs` is the
-    distribution that node i was sampled from. Siblings stand in the order of sampling,
+    distribution that node i was sampled from. Siblings are in the order of sampling,
     and the parent of a sampled node is the root or a sampled node. A method must
     submit every token that it has sampled: to leave one out because of what it is
     changes the distribution of the text. The other nodes may have been chosen in any
@@ -220,8 +220,7 @@ def rejection_sample(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> in
         order of sampling. Each q_draft must be the distribution that its token was
         sampled from, given the text, the tokens above and the siblings before it. After
         a rejection the token must follow the residual, whichever token was rejected, so
-        the next sibling is judged as the first was, with the residual in the place of
-        p.
+        the next sibling is judged as the first was, with the residual in place of p.
     Returns the token; all randomness is torch.rand's. Children that were not sampled
     play no part. If one of them holds the token, `walk` accepts it, which does not
     change how the token is distributed.
@@ -303,7 +302,7 @@ class Decoding:
         self.cached = 0  # P
         if after is not None:
             self._take_over(after)
-        # Cache the prompt but for its last token, which is the first root.
+        # Cache all of the prompt except its last token, which is the first root.
         prompt = self.ids[:, self.cached : -1]
         if prompt.shape[1] > 0:
             # Without logits, which would be T x V numbers.
@@ -389,7 +388,7 @@ class Decoding:
 
         path, tokens = walk(draft, choose, ended)
         # The forward cached a row for the root and for each node. Keep the root's row
-        # and the accepted nodes', except a last one that ended the answer.
+        # and those of the accepted nodes, except for a last one that ended the answer.
         kept = [0, *(node + 1 for node in path)][: len(tokens)]
         if kept != list(range(len(kept))):  # a chain's accepted rows are in place
             rows = torch.tensor(kept, device=hidden.device)
@@ -438,8 +437,8 @@ def speculate(drafts, *args, streamer=None, callback=None, **changes):
 
     transformers keeps three arguments of `generate` to itself: a `streamer` given there
     gets only the prompt, `assistant_model` has no effect, and in place of
-    `stop_strings` pass stopping_criteria=[StopStringCriteria(tokenizer, [...])]. The
-    cache is always one of our own. Logits processors are called on draft tokens as
+    `stop_strings` pass stopping_criteria=[StopStringCriteria(tokenizer, [...])]. A
+    cache that you pass is never used. Logits processors are called on draft tokens as
     well, so they must depend on nothing but the ids.
     """
 
@@ -572,7 +571,7 @@ def windowed(drafts):
 # ======================================================================================
 #                               Reading can stop here.
 #
-#          Below is what the above is made of, for looking up where it is used.
+#                What follows is reference, for looking things up.
 # ======================================================================================
 
 # ---------------------------------------------- what verifying and drafting are made of
@@ -590,7 +589,7 @@ def tree_inputs(target, ids: Tensor, draft: Draft) -> tuple:
 def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tensor]:
     """Feed ids (1, n); returns logits (n, V) and last hidden states (n, D).
 
-    masks: {kind of layer: mask}, of `attention_masks`.
+    masks: {kind of layer: mask}, from `attention_masks`.
     """
     # A model with several kinds of layers takes a mask for each kind, others just one.
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
@@ -675,7 +674,7 @@ def eos_ids(generation_config) -> set[int]:
 
 
 def appended(buffer: Tensor, length: int, new: Tensor) -> Tensor:
-    """A buffer (..., rows, D) with `new` (..., n, D) behind its first `length` rows.
+    """A buffer (..., rows, D) with `new` (..., n, D) after its first `length` rows.
 
     It is the same tensor, written to, or a larger copy where there is no room.
     """
@@ -801,7 +800,7 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
         some = ", ".join(sorted(missing)[:3])
         raise UserError(
             f"{name} has no {some} ({len(missing)} weights are missing): take a whole "
-            "target, with weights of the names that its config asks for"
+            "checkpoint, whose weights have the names that its config expects"
         )
     return target.eval().requires_grad_(False), tokenizer
 
@@ -1187,10 +1186,10 @@ _TRYING = threading.Lock()
 def check_target(target) -> tuple:
     """Raise a UserError if token trees would change the target's output.
 
-    This is found by trying a small tree: once, and again when the target has changed
+    It tries a small tree the first time, and again whenever the target has changed
     its attention kernel, dtype, device, mode, windows or adapters, which make up the
     state that is returned. Nothing of the target is changed, and other threads may use
-    it at the same time. (A target with hooks of accelerate's is run itself.)
+    it at the same time. (A target with accelerate's hooks is run itself.)
     """
     adapters = getattr(target, "peft_config", {})
     if hasattr(target, "get_base_model"):  # PEFT's wrapper, which `build` may be given
@@ -1216,7 +1215,7 @@ def check_target(target) -> tuple:
 def _check_parts(target, kernel: str, adapters: dict) -> None:
     """Raise a UserError for what a trial does not show, because it is short.
 
-    adapters: the configs of PEFT's, by name.
+    adapters: PEFT's configs, by name.
     """
     config = decoder_config(target)
     devices = {str(x.device) for x in target.parameters()} - {"meta"}
@@ -1404,7 +1403,7 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
 
 
 def _check_processors(decoding: Decoding) -> None:
-    """Raise a UserError for a logits processor that answers by more than the ids.
+    """Raise a UserError for a logits processor whose answer needs more than the ids.
 
     A round asks about several texts, and about some of them more than once. Each
     processor is therefore asked three times about the prompt, and about one token more.
@@ -1425,7 +1424,7 @@ def _check_processors(decoding: Decoding) -> None:
 
 
 def _answers_by_ids(processor, decoding: Decoding) -> bool:
-    """Whether a logits processor answers alike when it is asked again about a text."""
+    """Whether a logits processor gives the same answer about the same text again."""
     vocab = decoding.target.config.get_text_config().vocab_size
     scores = torch.linspace(-1, 1, vocab, device=decoding.ids.device)[None]
     answers = []
@@ -1493,7 +1492,7 @@ def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
     target, tokenizer = load_target()
     checkpoint = Path(__file__).with_name("checkpoints") / folder
     drafter = load_drafter(Drafter, checkpoint, target)
-    with contextlib.suppress(ImportError):  # a copy of two files does without
+    with contextlib.suppress(ImportError):  # not here if only two files were copied
         from support import packed
 
         target, drafter = packed.pack(target), packed.pack(drafter)

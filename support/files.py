@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -10,7 +11,7 @@ def whole(path: Path):
     """Yield a path next to `path` to write to; this file replaces `path` at the end.
 
     If writing fails or is interrupted, `path` stays as it was. A link stays a link.
-    Those may read it who may read other new files.
+    It gets the permissions of any new file.
     """
     path = path.resolve()
     part = path.with_name(f"{path.name}.{os.getpid()}")
@@ -22,8 +23,19 @@ def whole(path: Path):
         part.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def whole_folder(path: Path):
+    """Yield a new folder to write to, which becomes `path` at the end."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        part.mkdir()
+        yield part
+        open_weights(part)
+        part.rename(path)
+
+
 def open_weights(folder: Path) -> None:
-    """Let those read the weights in a folder who may read other new files."""
+    """Give the weights in a folder the permissions of ordinary new files."""
     for path in folder.rglob("*.safetensors"):
         _open(path)
 

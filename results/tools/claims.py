@@ -104,7 +104,7 @@ def points(value: float, low: float, high: float) -> Seen:
 
 
 def printed(words: str) -> str:
-    """The paper's figures in our unit: of 3.34/2.78 +1, or 1.96 2.18 in time, or -.
+    """The paper's figures in our unit, from words such as "3.34/2.78 +1", or "-".
 
     A pair is ours and its rival's, and +1 adds the bonus token that the paper's taus
     leave out. The smallest ratio comes first.

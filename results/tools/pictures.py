@@ -63,7 +63,7 @@ def picture(path: Path, title: str, rows: int = 1, columns: int = 1, size=(8, 4.
 def curves(paths: list[Path], folder: Path) -> None:
     """Draw alpha by trained tokens in the last stage (four files of results/curves/).
 
-    Each method measures alpha at other places, so each curve has axes of its own. The
+    Methods measure alpha at different places, so each curve has axes of its own. The
     solid line is held-out alpha, the dashed one `eval_alpha`.
     """
     drawn = [(path.stem, json.loads(path.read_text())[-1]) for path in paths]

@@ -177,8 +177,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     target, _ = common.load_target(args.target, dtype="auto")
     more = {"draft_model": args.draft_model} if args.draft_model else {}
-    convert(args.method, args.source, target, **more).save_pretrained(args.out)
-    files.open_weights(args.out)
+    drafter = convert(args.method, args.source, target, **more)
+    with files.whole_folder(args.out) as part:
+        drafter.save_pretrained(part)
     print(f"authors.py: wrote {args.out}")
 
 

@@ -22,7 +22,6 @@ import copy
 import json
 import re
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -82,8 +81,7 @@ def generate(
 
 def write(method: str, drafter: str, out: Path, target: str | None) -> None:
     """Write the folder `out` for a method's drafter, given by its folder or id."""
-    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        part = Path(folder) / out.name  # becomes `out` when it is whole
+    with files.whole_folder(out) as part:
         Drafter = cli.import_method(method).Drafter
         if target is None:
             network = common.read_drafter(Drafter, drafter)
@@ -105,8 +103,6 @@ def write(method: str, drafter: str, out: Path, target: str | None) -> None:
         known = str(out.resolve()) if target is None else None
         text = GENERATE.format(method=method, drafter=known)
         (code / "generate.py").write_text(text, "utf-8")  # the path may hold any letter
-        files.open_weights(part)
-        part.rename(out)
 
 
 def save_target(model, folder: Path) -> None:
@@ -211,9 +207,7 @@ def write_engine(method: str, drafter: str, out: Path, target: str | None) -> No
     """Write the folder `out` for other engines, see above."""
     model, tokenizer = common.load_target(target, dtype="auto")
     network = common.load_drafter(cli.import_method(method).Drafter, drafter, model)
-    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        part = Path(folder) / out.name  # becomes `out` when it is whole
-        part.mkdir()
+    with files.whole_folder(out) as part:
         if method == "specdecpp":
             causal_lm(network, model).save_pretrained(part)
             tokenizer.save_pretrained(part)
@@ -230,8 +224,6 @@ def write_engine(method: str, drafter: str, out: Path, target: str | None) -> No
             save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
             # For SGLang's --speculative-token-map.
             torch.save(network.vocab_ids.cpu(), part / "vocab_ids.pt")
-        files.open_weights(part)
-        part.rename(out)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -28,8 +28,8 @@ FORMS = (
 NAMES = {"from": "role", "value": "content"}  # ShareGPT's
 SPEAKERS = {"human": "user", "gpt": "assistant"}
 ROLES = ("system", "developer", "user", "assistant")
-# What is about a conversation and no part of it. Any other key can change what an
-# answer means, so it leaves the line out.
+# Keys that describe a conversation but are not part of it. Any other key can change
+# what an answer means, so it leaves the line out.
 LABELS = {"id", "idx", "index", "uuid", "prompt_id", "conversation_id", "question_id"}
 LABELS |= {"source", "dataset", "category", "model", "language", "split"}
 # The keys of a line that train.py --make-data wrote.

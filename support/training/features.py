@@ -66,7 +66,7 @@ class Features:
         name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
         path = self.folder / f"{name}.safetensors"
         states = {}
-        # A file that this user may not read ends the run: written anew, it would be
+        # A file that this user may not read ends the run: rewriting it would be
         # another user's loss.
         with contextlib.suppress(FileNotFoundError, SafetensorError):  # or damaged
             states = load(path.read_bytes())
