@@ -68,11 +68,6 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
 
-# What a forward calls its KV cache: `cache` since transformers 5.24.
-CACHE = "past_key_values"
-if CACHE not in inspect.signature(LlamaAttention.forward).parameters:
-    CACHE = "cache"
-
 
 class UserError(ValueError):
     """A mistake of the user's; the message names the problem and the remedy."""
@@ -168,7 +163,7 @@ def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
     """
     prefix = ids.shape[1] - 1  # P
     assert cache.get_seq_length() == prefix, "all tokens but the newest must be cached"
-    fed, masks, positions = tree_inputs(target, ids, draft)
+    fed, masks, positions = tree_inputs(target, ids, draft)  # masks: from tree_mask
     return forward(target, fed, cache, masks, positions)
 
 
@@ -262,8 +257,7 @@ class Decoding:
         max_depth             how deep a draft may be
         do_sample             whether tokens are sampled, or the argmax is taken
         eos_ids               the end-of-sequence ids, a set
-        first, end            what a drafter sees: the text from token `first` on, while
-                              the whole text has at most `end` tokens
+        first                 the text's first token that a drafter sees (see View)
 
     After a round that accepted x_4 and added the bonus token x_5:
 
@@ -278,7 +272,7 @@ class Decoding:
     Raises UserError for a target or a request that cannot be decoded with token trees.
     """
 
-    first, end = 0, math.inf  # `windowed` shows a drafter less
+    first = 0  # a View has another one
 
     def __init__(self, target, input_ids: Tensor, after=None, **given):
         if "stopping_criteria" not in given:
@@ -433,7 +427,8 @@ def speculate(drafts, *args, streamer=None, callback=None, **changes):
 
     drafts: called with (decoding, *args, **changes), a generator of drafts.
     streamer: receives the prompt, and then the tokens of each round.
-    callback: called with (decoding, draft, path) after each round, as Stats is.
+    callback: called with (decoding, draft, path) after each round, such as a Stats; the
+        path is the list of accepted nodes.
 
     transformers keeps three arguments of `generate` to itself: a `streamer` given there
     gets only the prompt, `assistant_model` has no effect, and in place of
@@ -605,6 +600,11 @@ def last_hidden(target, ids: Tensor, cache=None) -> Tensor:
     options = OPTIONS | {"output_hidden_states": False, CACHE: cache}
     return target.get_decoder()(ids, **options)[0]
 
+
+# What a forward calls its KV cache: `cache` since transformers 5.24.
+CACHE = "past_key_values"
+if CACHE not in inspect.signature(LlamaAttention.forward).parameters:
+    CACHE = "cache"
 
 # Training leaves settings in a saved config: to return attention weights, to add the
 # loss of a router, or to keep no cache. They would slow down or break what is done
@@ -1261,10 +1261,13 @@ def _try_tree(target, window: int | None) -> None:
         # accelerate's hooks are bound to the module that they were made for. Such a
         # target is tried itself, so a window that it does not read is not noticed.
         if not any("forward" in vars(module) for module in target.modules()):
-            # The weights are shared. All else is copied, because rotary embeddings of
-            # growing length write into their tables.
-            weights = target.state_dict(keep_vars=True).values()
-            model = copy.deepcopy(target, {id(x): x for x in weights})
+            # Weights and hooks are shared. All else is copied, because rotary
+            # embeddings of growing length write into their tables.
+            shared = [*target.parameters(), *target.state_dict(keep_vars=True).values()]
+            for module in target.modules():
+                shared += module._forward_pre_hooks.values()
+                shared += module._forward_hooks.values()
+            model = copy.deepcopy(target, {id(x): x for x in shared})
             if window:  # shorter than the text of the trial
                 decoder_config(model).sliding_window = 3
         error = _compare(model)
@@ -1321,7 +1324,7 @@ def _compare(target) -> float:
     cache.cut(0)
     parts = [last_hidden(target, part, cache) for part in ids.split(5, dim=1)]
     read = torch.cat(parts, dim=1)[0]
-    same = _error(target_logits(target, read), plain[0]) <= 0.02
+    same = _error(target_logits(target, plain[1]), plain[0]) <= 0.02
     if read.shape[1] != config.hidden_size or not same:
         raise ValueError("its logits do not follow from its last hidden states")
     return max(*errors, _error(read, plain[1]))
@@ -1329,7 +1332,8 @@ def _compare(target) -> float:
 
 def _error(ours: Tensor, theirs: Tensor) -> float:
     """The largest relative error of rows (n, ...); inf for what is not a number."""
-    never = theirs.isinf()  # some models forbid tokens by logits of -inf
+    # Some models forbid tokens by logits of -inf.
+    never = ours.isneginf() & theirs.isneginf()
     ours, theirs = (x.float().masked_fill(never, 0) for x in (ours, theirs))
     errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-9)
     return float(errors.nan_to_num(math.inf).max())
@@ -1370,32 +1374,34 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             border = each.get("original_max_position_embeddings") or math.inf
             if input_ids.shape[1] - 1 <= border:
                 reach = min(reach, border + 1)
+    padded = mask is not None and (mask.shape != input_ids.shape or not mask.all())
+    several = input_ids.numel() == 0 or len(input_ids) > 1
     refuse(
         (
-            mask is not None and (mask.shape != input_ids.shape or not mask.all()),
+            unfit and not padded,  # padding changes position_ids as well
+            f"token trees do not work with {', '.join(unfit)}: leave it out, or set to "
+            "None what asks for it",
+        ),
+        (
+            several,
+            f"{len(input_ids)} rows of {input_ids.shape[1]} ids: pass the input_ids of "
+            "one prompt at a time, and ask for one answer",
+        ),
+        (
+            padded,
             "attention_mask has zeros or another length than the prompt (transformers "
             "makes zeros where the prompt holds pad_token_id): pass no padding, and a "
             "mask of ones",
-        ),
-        (
-            unfit,
-            f"token trees do not work with {', '.join(unfit)}: leave it out, or set to "
-            "None what asks for it",
         ),
         (
             input_ids.device != target.device,
             f"the prompt is on {input_ids.device}: move it with .to(target.device)",
         ),
         (
-            input_ids.numel() == 0 or len(input_ids) > 1,
-            f"{len(input_ids)} rows of {input_ids.shape[1]} ids: pass the input_ids of "
-            "one prompt at a time, and ask for one answer",
-        ),
-        (
             length > reach,
             f"prompt + new tokens = {length}, more than the {reach} positions of the "
-            "target: shorten it, or raise target.config.max_position_embeddings if the "
-            "target was made for longer texts",
+            "target, or of its short RoPE factors: shorten it, or, if the target was "
+            "made for longer texts, raise target.config.max_position_embeddings",
         ),
     )
     check_ids(target, input_ids)

@@ -14,10 +14,10 @@ tokens: it merges equal neighbours, and then it drops the blanks:
 
 Many alignments become the same sequence, and CTC adds up their probabilities (Eq. 6).
 Training maximises this sum for the tokens that the target would say (Eq. 2 to 5). One
-pass trains many places of a text, the *anchors* (ours); each has S slots of its own.
-When decoding, the likeliest sequences are drafted as a tree. The slots are independent,
-but the tokens of a sequence are not: each slot supplies at most one of them, so the
-place of one token limits where the next can stand.
+pass trains many places of a text, its *anchors*; each has S slots of its own. When
+decoding, the likeliest sequences are drafted as a tree. As we read the paper, the slots
+are independent, but the tokens of a sequence are not: each slot supplies at most one of
+them, so the place of one token limits where the next can stand.
 
 Two defaults are ours: the loss has a term for the first token, and a sequence is ranked
 by the sum over its alignments. `first_token=0` gives the paper's loss, and the variant
@@ -100,12 +100,12 @@ VARIANTS = {  # named settings for bench.py, as in --method ctc_drafter:paper
 #
 #     row i    h_i, x_(i+1)     its S slots    x_(i+2), x_(i+3), ..., and blanks
 #
-# A text of T tokens has T - 1 rows, because the target has not read the newest token
-# yet. Rows supply keys and values only: no second layer would read their outputs.
+# A text of T tokens has T - 1 rows, because no token follows the newest one yet. Rows
+# supply keys and values only: no second layer would read their outputs.
 #
-# An anchor is a row that slots follow. When drafting, it is the newest row. In
-# training, a text has up to A anchors, whose slots learn U labels each. A batch has W
-# anchors; W is less than B A where a text has too few.
+# An anchor is a row that slots follow. When drafting, it is the newest row. In training
+# a text has up to A anchors, whose slots learn U labels each. A batch has W anchors; W
+# is less than B A where a text has too few.
 
 
 class SlotAttention(LlamaAttention):
@@ -121,16 +121,16 @@ class SlotAttention(LlamaAttention):
         rows: (B, n, D). slots: (B, m, D), m = A S, grouped by anchor.
         tables: rotary cos and sin (B, n + m, R).
         mask: (B, 1, m, n + m) bool, True where a slot reads; None: everywhere.
-        cache: holds P earlier rows, and gets rows and slots; None in training.
+        cache: holds P_own earlier rows, and gets rows and slots; None in training.
         """
         x = torch.cat([rows, slots], dim=1)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (self.split(project(x)) for project in projections)
-        # Only the slots' queries are used. (A joint product is faster, see packed.py.)
+        # Only the slots' queries are used; the others come with a joint product.
         q = common.rotate(q, tables)[:, :, rows.shape[1] :]  # (B, H, m, Dh)
         k = common.rotate(k, tables)  # (B, Hkv, n + m, Dh)
         if cache is not None:
-            k, v = cache.update(k, v, 0)  # (B, Hkv, P + n + m, Dh)
+            k, v = cache.update(k, v, 0)  # (B, Hkv, P_own + n + m, Dh)
         out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         heads = out.transpose(1, 2).flatten(2)
         return self.o_proj(heads)
@@ -183,7 +183,7 @@ class Drafter(
         x = (chosen[:, :, None] + self.slots).flatten(1, 2)  # (B, A S, D)
 
         # Row i has the rotary position i, and the slots after it i + 1, i + 2, ...
-        start = 0 if cache is None else cache.get_seq_length()  # P
+        start = 0 if cache is None else cache.get_seq_length()  # P_own
         B, n = next_ids.shape
         positions = torch.arange(n, device=x.device).expand(B, n)
         steps = 1 + torch.arange(len(self.slots), device=x.device)
@@ -255,7 +255,7 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     #     anchor 1         h_1  x_2 [y_3  y_4  y_5]
     #
     # The labels of an anchor need not form a coherent text: y_4 is predicted after x_3,
-    # and x_3 differs from y_3 unless the text is the target's own greedy answer.
+    # which may differ from y_3 unless the text is the target's own greedy answer.
     U = drafter.config.labels
     hidden = batch.hidden[batch.predicts]
     logits = common.target_logits(target, hidden, drafter.vocab_ids)
@@ -336,7 +336,10 @@ def first_token_hidden(batch, anchors: Tensor) -> Tensor:
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Minus log P of Eq. 6, summed over W anchors; and W, by which train.py divides."""
+    """The loss, summed over W anchors; and W, by which train.py divides.
+
+    It is minus log P of Eq. 6 and, by default, the first token's cross-entropy.
+    """
     anchors, labels = anchors_and_labels(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
     if len(labels) == 0:  # F.ctc_loss refuses an empty batch
@@ -357,7 +360,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft) of the first token, summed over W anchors; and W."""
     anchors, _ = anchors_and_labels(drafter, target, batch)  # chosen as in `loss`
     log_q = training_log_q(drafter, target, batch, anchors)
-    # Given that a token comes first, as in `make_tree` (for `none`, that takes slot 1).
+    # Given that not all slots are blank, as in `make_tree` (`none` takes only slot 1).
     q_draft = first_token_log_q(log_q).softmax(-1)  # (W, Vd)
     hidden = first_token_hidden(batch, anchors)
     total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
@@ -643,8 +646,8 @@ if __name__ == "__main__":
 #     linear layer gives the blank's logit. The paper does not say how slots are made.
 #  3. The loss sums -log P (Eq. 1; Eq. 2 maximises the sum of P). `first_token` is ours.
 #  4. Sequences of all lengths make a trie, ranked by sums (`prefixes`). The paper takes
-#     the "most valuable" combinations of all slots, and masks what is removed (3.1).
-#     Nothing is drafted after an end.
+#     the "most valuable" combinations of all slots (3.3), and masks what is removed
+#     (3.1). Nothing is drafted after an end-of-sequence token.
 #  5. The blank is always a choice. In 3.3, as we read it, it is one of the k likeliest.
 #  6. `none` drafts no blanks. In Table 2 they stay in the drafts, and spoil them (4.3).
 #  7. Only frequent tokens are drafted and learned (`draft_vocab`). Draft logits leave
@@ -653,14 +656,14 @@ if __name__ == "__main__":
 #     each; the paper has one Y for each X.
 #  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
 #     Only this token passes through logits processors.
-#  9. S = 6 and U = 3, which the paper does not give; k = 6 and five nodes.
+#  9. S = 6 and U = 3 are those of the authors' code; k = 6 and five nodes are ours.
 # 10. The drafter sees a window of a long text (common.windowed).
 # Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').
 # The transforms gain 0% (63 nodes) to 1% (ten) in tau over `none` (results/claims.md);
 # the paper's 18% is over drafts that keep blanks. A likely reason: U labels without a
 # repeat also fit into slots 1 to U, and training asks for no blanks between them.
 #
-# What the authors' code does differently, with the same random weights (PAPERS.md):
+# Where the authors' code differs (run with the same random weights, see PAPERS.md):
 #  - Slot j of a place is the layer's output j places later, which has read the text's
 #    own tokens up to there. Drafting takes four passes of this causal layer for four
 #    tokens (3.1: "in parallel"). The blank is <unk>.

@@ -5,11 +5,12 @@ Paper: Gao et al., AAAI 2025, arXiv:2412.12639.
 An autoregressive drafter makes a pass for every level of its draft. Falcon drafts k
 levels in one pass. It reads a sequence of slots. Slot i is a pair: h_i, the target's
 last hidden state after its final norm (the paper's "feature"), and the next token,
-x_(i+1). From it the drafter predicts h_(i+k), in training the slot's label, and the LM
-head drafts x_(i+k+1) from the prediction. The newest k slots form a block: they see
-each other and all earlier slots. The k predictions and the k tokens drafted from them
-are the slots of the next pass. In the example of 3.1, k is 2 and the newest token is
-x_3; h'_i stands for a prediction of h_i:
+x_(i+1). An LSTM fuses the pair into one vector, and attention layers read the vectors.
+Slot i predicts h_(i+k), and the LM head drafts x_(i+k+1) from the prediction. In
+training the true pair (h_(i+k), x_(i+k+1)) is the slot's label. The newest k slots form
+a block: they see each other and all earlier slots. The k predictions and the k tokens
+drafted from them are the slots of the next pass. In the example of 3.1, k is 2 and the
+newest token is x_3; h'_i stands for a prediction of h_i (`h_draft` in the code):
 
     pass    slots                        predictions     tokens drafted
     1       (h_1, x_2)   (h_2, x_3)      h'_3   h'_4     x_4   x_5
@@ -17,11 +18,12 @@ x_3; h'_i stands for a prediction of h_i:
 
 The second slot has to draft x_5 without knowing x_4, because one pass drafts both.
 Coupled sequential glancing distillation (CSGD) shows it x_4, but only in training: the
-first slots of some blocks are fed their labels, here (h_3, x_4) instead of (h_1, x_2).
+first slots of some blocks are *revealed*, that is, fed their labels (3.2: "replace").
+Here the first slot is fed (h_3, x_4) instead of (h_1, x_2).
 
-Names that differ: the paper's t_i is x_i here, f_i is h_i (`hidden`), f^draft is
-`h_draft`, and p and p^draft are p_target and q_draft. Shapes: S slots, M slots that
-learn, r slots fed, b branches of a pass; the rest as in common.py.
+Names that differ: the paper's t_i is x_i here, f_i is h_i (`hidden`; h_i in Figure 2
+too), f^draft is `h_draft`, and p and p^draft are p_target and q_draft. Shapes: S slots,
+M slots that learn, r slots fed, b branches of a pass; the rest as in common.py.
 
 Deviations from the paper and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
@@ -49,7 +51,7 @@ class Config:
     num_layers: int = option(2, "attention layers (Figure 2)")
     intermediate_size: int = option(1536, "width of the feed-forward layers")
     fusion: str = option("lstm", "lstm (the paper) or linear (EAGLE's)")
-    csgd: bool = option(True, "coupled sequential glancing distillation")
+    csgd: bool = option(True, "coupled sequential glancing distillation (if k > 1)")
     noise: float = option(0.1, "hidden states get U(-noise, noise) in training")
     distill_weight: float = option(1.0, "omega_dist, weight of L_dist (the paper: 0.1)")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
@@ -120,8 +122,9 @@ class Drafter(
     def attend(self, target, x: Tensor, positions: Tensor, mask, cache=None):
         """The predictions h_draft (B, r, D) of r fused slots x (B, r, D).
 
-        When drafting B = 1. In a later pass the slots of all branches are fed, r = b k.
-        positions: (1, r) of the slots, counted from the first one of the window.
+        When drafting, B is 1. A later pass feeds the slots of all branches: r = b k.
+        positions: (1, r) of the slots, counted from the first slot of the text or, when
+            drafting, of the window.
         mask: (B, 1, r, P_own + r) bool, True where a slot sees another.
         cache: the drafter's own, which has P_own rows and gets r more.
         """
@@ -169,8 +172,9 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     indices = torch.arange(length, device=phase.device)
     block = (indices + phase[:, None]) // k  # (B, S)
     # The label of slot i is fed to slot i + k, a block later, so no slot sees its own
-    # label. (`reveal` feeds some slots their own label; those have no loss.) The block
-    # of a slot that learns ends before its label, so no such slot sees padding.
+    # label. (`reveal` feeds some slots their own label; those have no loss.) If a slot
+    # learns, its label is in the text, and its block ends before the label. So this
+    # block holds no padding.
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
@@ -222,41 +226,6 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
     return h_draft.float(), logits.float(), labels.float()
 
 
-def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) -> Tensor:
-    """Choose the slots to reveal (3.2): N = lambda d, rounded, in each sequence.
-
-    For example, k = 3, phase 1, N = 3, and slots 8 to 10 do not learn:
-
-        blocks                       0 1 | 2 3 4 | 5 6 7 | 8 9 10
-        first, a run of two          . .   . . .   x x .   . . .
-        a second of two, cut at N    . .   x . .   x x .   . . .
-
-    wrong: (B, S) bool, True where a slot learns and its likeliest token is not that of
-        the target. The number of these in a sequence is d, the Hamming distance.
-    learns: (B, S) bool. rate: lambda. phase: (B,) of `relaxed_mask`.
-    Returns (B, S) bool, True where revealed. If the runs of a sequence have fewer than
-    N slots in all, all of them are revealed.
-    """
-    # The paper reveals runs of slots "preceding those to be predicted" (3.2). A run
-    # begins with the first slot of a complete block whose slots all learn. It never
-    # includes the last one, which learns from the labels before it. The paper does not
-    # say how runs are chosen. Here the order of the blocks and the lengths of the runs,
-    # from 1 to k - 1, are uniformly random.
-    places = torch.arange(learns.shape[1], device=learns.device) + phase[:, None]
-    block = places // k  # (B, S)
-    learning = torch.zeros_like(block).scatter_add(1, block, learns.long())
-    run = torch.randint_like(block, 1, k)  # the length of a block's run
-    order = torch.rand_like(block, dtype=torch.float32)
-    # Give each slot the numbers of its block.
-    learning, run, order = (x.gather(1, block) for x in (learning, run, order))
-    in_run = (learning == k) & (places % k < run)  # (B, S)
-    # Reveal the first N slots of all runs, taking the blocks in their random order.
-    order = order.masked_fill(~in_run, 2)  # what is in no run comes last
-    rank = order.argsort(dim=1, stable=True).argsort(dim=1)
-    number = (rate * wrong.sum(1, keepdim=True)).round()  # N
-    return in_run & (rank < number)
-
-
 @torch.no_grad()
 def reveal(drafter: Drafter, target, slots: Slots, progress: float) -> Slots:
     """CSGD (3.2, Figure 2): feed some slots their labels, in proportion to the errors.
@@ -283,9 +252,46 @@ def reveal(drafter: Drafter, target, slots: Slots, progress: float) -> Slots:
     )
 
 
+def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) -> Tensor:
+    """Choose the slots to reveal (3.2): N = lambda d, rounded, in each sequence.
+
+    For example, k = 3, phase 1, N = 3, and slots 8 to 10 do not learn:
+
+        blocks                       0 1 | 2 3 4 | 5 6 7 | 8 9 10
+        first, a run of two          . .   . . .   x x .   . . .
+        then a run of two, cut at N  . .   x . .   x x .   . . .
+
+    wrong: (B, S) bool, True where a slot learns and its likeliest token is not the
+        target's likeliest of vocab_ids. Their number in a sequence is d, the Hamming
+        distance.
+    learns: (B, S) bool. rate: lambda. phase: (B,) of `relaxed_mask`.
+    Returns (B, S) bool, True where revealed. If the runs of a sequence have fewer than
+    N slots in all, all of them are revealed.
+    """
+    # The paper reveals runs of slots "preceding those to be predicted" (3.2). A run
+    # begins with the first slot of a complete block whose slots all learn. It never
+    # includes the last one, which learns to use the labels before it. The paper does
+    # not say how runs are chosen. Here the order of the blocks and the lengths of the
+    # runs, from 1 to k - 1, are uniformly random.
+    places = torch.arange(learns.shape[1], device=learns.device) + phase[:, None]
+    block = places // k  # (B, S)
+    learning = torch.zeros_like(block).scatter_add(1, block, learns.long())
+    run = torch.randint_like(block, 1, k)  # the length of a block's run
+    order = torch.rand_like(block, dtype=torch.float32)
+    # Give each slot the numbers of its block.
+    learning, run, order = (x.gather(1, block) for x in (learning, run, order))
+    in_run = (learning == k) & (places % k < run)  # (B, S)
+    # Reveal the first N slots of all runs, taking the blocks in their random order.
+    order = order.masked_fill(~in_run, 2)  # what is in no run comes last
+    rank = order.argsort(dim=1, stable=True).argsort(dim=1)
+    number = (rate * wrong.sum(1, keepdim=True)).round()  # N
+    return in_run & (rank < number)
+
+
 def noisy(hidden: Tensor, amplitude: float) -> Tensor:
     """Hidden states (B, S, D) plus U(-amplitude, amplitude) (3.2)."""
-    # The noise imitates the errors of predictions, which later passes are fed.
+    # Later passes are fed predictions. The noise is there "to avoid error accumulation
+    # in features".
     return hidden + torch.empty_like(hidden).uniform_(-amplitude, amplitude)
 
 
@@ -303,7 +309,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     log_q = logits.log_softmax(-1)  # Eq. 7, the logarithm of q_draft
     l_soft = F.kl_div(log_q, p_target, reduction="sum")  # Eq. 3
     l_hard = F.cross_entropy(logits, p_target.argmax(-1), reduction="sum")  # Eq. 4
-    l_dist = 0.9 * l_soft + 0.1 * l_hard  # Eq. 5
+    l_dist = 0.9 * l_soft + 0.1 * l_hard  # Eq. 5, alpha = 0.9
     return l_reg + config.distill_weight * l_dist, slots.learns.sum()  # Eq. 8
 
 
@@ -354,31 +360,8 @@ def paper_tree() -> list[list[int]]:
     return [list(path) for path in sorted(tree)]
 
 
-def checked_tree(tree, vocab: float) -> list[list[int]]:
-    """The paths without duplicates, sorted by depth; ranks may have gaps.
-
-    vocab: number of tokens that can be drafted; inf if it is not known yet.
-    Raises UserError if the paths do not form a tree, or if a rank is not below `vocab`.
-    """
-    try:
-        known = {tuple(path) for path in tree}
-        paths = sorted(known, key=lambda path: (len(path), path))
-    except TypeError:
-        remedy = "give a list of paths, as [[0], [0, 1]]"
-        raise common.UserError(f"tree {tree!r}: {remedy}") from None
-    for path in paths:
-        name = f"tree path {list(path)}"
-        # True would pass isinstance(rank, int).
-        if not path or not all(type(r) is int and 0 <= r < vocab for r in path):
-            end = "on" if vocab == math.inf else f"to {vocab - 1} (draft vocabulary)"
-            raise common.UserError(f"{name}: give a list of ranks from 0 {end}")
-        if path[:-1] not in known | {()}:
-            raise common.UserError(f"{name}: add its parent {list(path[:-1])}")
-    return [list(path) for path in paths]
-
-
 VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
-    "chain": {"tree": layered_tree([1, 1, 1, 1])},  # 4.5; four tokens, not eight
+    "chain": {"tree": layered_tree([1, 1, 1, 1])},  # 4.5: as long as the tree is high
     "one_pass": {"tree": layered_tree([3, 4])},  # one pass only if k >= 2
     "paper": {"tree": paper_tree()},
 }
@@ -389,14 +372,15 @@ VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
 # One pass drafts k levels of the tree (3.4). It has one or more branches, each a block
 # of k slots that continues the tree below one node, the branch's tip. In pass 1 the tip
 # is the root. In a later pass each node with children, on the deepest level drafted so
-# far, is the tip of a branch, which is fed the k tokens on the way down to it. Slot 0
-# of a branch drafts the level below its tip, slot 1 the next one, and so on. In greedy
+# far, is the tip of a branch, which is fed the k tokens on the way down to it. Place 0
+# of a branch drafts the level below its tip, place 1 the next one, and so on. In greedy
 # decoding a node of rank r holds its slot's r-th likeliest token, counted from 0. When
-# sampling, siblings are sampled in the order of their ranks. For example, k = 2:
+# sampling, siblings are sampled in the order of their ranks. For example, k = 2 and a
+# tree with two branches in pass 2 (the default one has only one there):
 #
 #     root -+- 0 -+- 2 --- 5 --- 7         node     0  1  2  3  4    5  6  7  8
 #           |     +- 3                     branch   0  0  0  0  0    0  1  0  1
-#           +- 1 --- 4 --- 6 --- 8         slot     0  0  1  1  1    0  0  1  1
+#           +- 1 --- 4 --- 6 --- 8         place    0  0  1  1  1    0  0  1  1
 #                                          rank     0  1  0  1  0    0  0  0  0
 #     pass     1     1     2     2
 #
@@ -413,7 +397,7 @@ class Memory:
         self.cache = common.GrowingCache(drafter.config.num_layers)
         self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
         self.slots_read = 0
-        # The last k - 1 slots, fused, and the LSTM's state after the last one.
+        # The last k - 1 slots, fused (see first_pass), and the LSTM's state after them.
         width = drafter.config.target["hidden_size"]
         self.fused = next(drafter.parameters()).new_empty(1, 0, width)
         self.state = None
@@ -460,8 +444,8 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     fused = memory.read(drafter, decoding)  # (1, r, D)
     length = fused.shape[1]  # r
     # Drop the cached rows of the slots that attend again, and those of the last draft,
-    # which were made from predictions. Older rows stay, although blocks have changed:
-    # the first layer's rows do not depend on blocks, but those above are approximate.
+    # which were made from predictions. Older rows stay, although blocks have changed.
+    # The first layer's rows do not depend on blocks; those above are approximate.
     memory.cache.cut(total - length)
     positions = torch.arange(total, device=fused.device)
     block = (positions - total) // k  # (P,); -1 is the newest, which is full
@@ -528,22 +512,10 @@ def later_pass(drafter, decoding, memory, previous: Pass, continued, tokens) -> 
     return Pass(x[0].unflatten(0, (-1, k)), positions, mask, state)
 
 
-def likeliest(logits: Tensor, vocab_ids: Tensor, count: int) -> list[list[tuple]]:
-    """The `count` likeliest tokens of b slots, and the drafter's probabilities of them.
-
-    logits: (b, Vd) of the tokens vocab_ids (Vd,).
-    Returns b lists of pairs (token, probability).
-    """
-    best = logits.softmax(-1, dtype=torch.float32).topk(count)
-    tokens, probs = vocab_ids[best.indices].tolist(), best.values.tolist()
-    return [list(zip(*of_slot)) for of_slot in zip(tokens, probs)]
-
-
 def sample_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int]):
     """Sample siblings (appendix A) without replacement, as the authors' code does.
 
-    Yields pairs of a token and the q_draft (V,) it was sampled from, while the logits
-    processors allow a remaining token.
+    Yields pairs of a token and its q_draft (V,), until the processors allow no other.
 
     logits: (Vd,) of the tokens vocab_ids (Vd,).
     above: the tokens drafted on the way to the siblings.
@@ -567,11 +539,13 @@ def sample_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int
 def propose(drafter: Drafter, decoding, memory: Memory, ranks: dict) -> common.Draft:
     """Draft a tree after `decoding.ids`, level by level, as far down as there is room.
 
-    ranks: {path: those of its children} of the root, (), and of nodes with children.
+    ranks: {path: the ranks of its children}, for the root, (), and all nodes with
+        children.
     Returns a Draft. It has no nodes if the text has at most k tokens, or if there is no
-    room. Nothing is drafted below the end of an answer. When sampling, siblings that
-    could not be sampled are missing, with all below them. The notes of its nodes are k
-    and, in greedy decoding, q: the drafter's probability of each node's token.
+    room. Nothing is drafted below an end-of-sequence token. When sampling, a sibling
+    that could not be sampled is missing, with all below it. If there are nodes, the
+    notes of the draft hold k and, in greedy decoding, q: the drafter's probability of
+    each node's token.
     """
     k = drafter.config.k
     wanted = ranks and decoding.max_depth > 0
@@ -579,11 +553,11 @@ def propose(drafter: Drafter, decoding, memory: Memory, ranks: dict) -> common.D
     if latest is None:
         return common.chain([], decoding.ids)
     texts = {(): []}  # {path: the tokens on the way to a node, its own last}
-    q_of = {}  # {path: its token's probability or, when sampling, all of q_draft (V,)}
+    q_of = {}  # {path: q of its token (greedy), or all of q_draft (V,) (sampled)}
     branch_of = {(): 0}  # {path: its branch}, the nodes of one depth with children
     for depth in range(decoding.max_depth):
-        slot = depth % k
-        if slot == 0:  # the first pass, or all slots of the last one are used up
+        place = depth % k  # in the block
+        if place == 0:  # the first pass, or all slots of the last one are used up
             if depth > 0:
                 fed = [texts[tip][-k:] for tip in branch_of]
                 continued = list(branch_of.values())
@@ -592,18 +566,19 @@ def propose(drafter: Drafter, decoding, memory: Memory, ranks: dict) -> common.D
             logits = memory.head(latest.h_draft)  # (b, k, Vd)
         if not decoding.do_sample:
             count = 1 + max(max(ranks[parent]) for parent in branch_of)
-            ranked = likeliest(logits[:, slot], drafter.vocab_ids, count)
+            best = logits[:, place].softmax(-1, dtype=torch.float32).topk(count)
+            ids, q = drafter.vocab_ids[best.indices].tolist(), best.values.tolist()
         grown = {}  # the parents of the next level
         for parent, branch in branch_of.items():
             if decoding.do_sample:
-                scores, above = logits[branch, slot], texts[parent]
+                scores, above = logits[branch, place], texts[parent]
                 children = sample_siblings(decoding, scores, drafter.vocab_ids, above)
             else:
-                children = [ranked[branch][rank] for rank in ranks[parent]]
-            for rank, (token, q_draft) in zip(ranks[parent], children):
+                children = [(ids[branch][r], q[branch][r]) for r in ranks[parent]]
+            for rank, (token, q_token) in zip(ranks[parent], children):
                 path = (*parent, rank)
                 texts[path] = [*texts[parent], token]
-                q_of[path] = q_draft
+                q_of[path] = q_token
                 if path in ranks and token not in decoding.eos_ids:
                     grown[path] = branch
         branch_of = grown
@@ -623,18 +598,41 @@ def propose(drafter: Drafter, decoding, memory: Memory, ranks: dict) -> common.D
 @common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
-    """Yield one draft per round; the caller verifies it before it asks for the next.
+    """Yield one draft per round. Verify each draft before you ask for the next one.
 
     changes: other values for fields of the Config with decode=True, such as tree.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
-    ranks = {}  # {path: those of its children}
+    ranks = {}  # {path: the ranks of its children}
     for *parent, rank in config.tree:
         ranks.setdefault(tuple(parent), []).append(rank)
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         yield propose(drafter, decoding, memory, ranks)
+
+
+def checked_tree(tree, vocab: float) -> list[list[int]]:
+    """The paths without duplicates, sorted by depth; ranks may have gaps.
+
+    vocab: number of tokens that can be drafted; inf if it is not known yet.
+    Raises UserError if the paths do not form a tree, or if a rank is not below `vocab`.
+    """
+    try:
+        known = {tuple(path) for path in tree}
+        paths = sorted(known, key=lambda path: (len(path), path))
+    except TypeError:
+        remedy = "give a list of paths, as [[0], [0, 1]]"
+        raise common.UserError(f"tree {tree!r}: {remedy}") from None
+    for path in paths:
+        name = f"tree path {list(path)}"
+        # True would pass isinstance(rank, int).
+        if not path or not all(type(r) is int and 0 <= r < vocab for r in path):
+            end = "on" if vocab == math.inf else f"to {vocab - 1} (draft vocabulary)"
+            raise common.UserError(f"{name}: give a list of ranks from 0 {end}")
+        if path[:-1] not in known | {()}:
+            raise common.UserError(f"{name}: add its parent {list(path[:-1])}")
+    return [list(path) for path in paths]
 
 
 if __name__ == "__main__":
@@ -644,37 +642,37 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. A slot predicts k places ahead (3.1). If it predicted one ahead (Eq. 1), it would
-#     see its label.
+#  1. A slot predicts k places ahead (3.1). If it predicted one ahead (Eq. 1), each slot
+#     but the last of a block would see its label.
 #  2. CSGD feeds a slot its own label, with the text's token. Such a slot has no loss.
 #     Runs are chosen at random and may have fewer than N slots (see `glance`), and
 #     lambda falls with each step.
 #  3. In training the first block has a random length. When drafting, rows of older
 #     slots stay cached, although the borders of blocks have moved. The LSTM's state is
 #     kept between rounds, and runs on over predictions.
-#  4. There are four more norms: of features, of embeddings, before the first layer's
-#     attention, and of the output. Layers start as the target's top ones.
-#  5. Only frequent tokens are drafted and learned: p is renormalised over them, and
-#     L_hard's label is the target's likeliest. Slots of the prompt have no loss.
+#  4. The paper has no norms. Here there are four more than in the authors' code: of
+#     features, of embeddings, before the first layer's attention, and of the output.
+#     Layers start as the target's top ones.
+#  5. Only frequent tokens are drafted and learned: p is renormalised over them, and the
+#     likeliest of them is L_hard's label. Slots of the prompt have no loss.
 #  6. CSGD's first pass has no noise. In the second, revealed labels are noisy too.
 #  7. By default the tree has nine nodes in two passes, and omega_dist is 1, not 0.1.
 #     Nothing is drafted below an end token. Greedy drafts ignore logits processors.
 #  8. Branches that continue the same one are fed equal predictions (unlike Figure 1).
 #  9. Siblings are sampled without replacement; appendix A says: "we sample m tokens".
 # 10. The drafter sees a window of a long text (common.windowed).
-# 11. The shipped drafter learned with a linear fusion (EAGLE's) in stages 1 to 6, and
-#     without CSGD in 2 to 6. In stage 7 the LSTM replaced it, and began as the linear
-#     layer by another program (results/log.md); `build` makes a random one.
-# 12. Where the LM head has a bias or a soft cap, p has them and q has not
+# 11. Where the LM head has a bias or a soft cap, p has them and q has not
 #     (common.draft_head).
 #
-# Authors' code. With equal random weights, and without deviation 4 and the LSTM's state
-# of deviation 3, everything agrees, except:
+# Authors' code. With equal random weights, without our four norms and without keeping
+# the LSTM's state, forwards, drafts and losses agree, except:
 #  - The LSTM's tuple goes to the first layer, so the forward was repaired to run.
-#  - The LSTM has no batch_first, so it reads the sequences of a batch as steps in time.
+#  - The LSTM has a dropout of .1. It has no batch_first, so it reads the sequences of a
+#    batch as steps in time.
 #  - A slot learns if x_i is in the answer (here x_(i+k+1)). Revealed slots have a loss.
 #  - Drafting counts blocks from the first slot fed, and not back from the newest one.
-#  - lambda falls from .45 to .10 in 21 epochs. A run may start anywhere in a block.
+#  - lambda falls from .45 to .10 in 21 epochs. With k > 2, N // k runs are revealed. A
+#    run may begin anywhere in a block.
 #  - Noise is multiplied by 512 / length. CSGD's first pass has it; revealed labels do
 #    not.
 #  - L_hard's label is sampled. L_soft mixes temperatures, so it is not a divergence.

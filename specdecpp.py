@@ -16,14 +16,15 @@ all are accepted, and a round ends when 1 - p^ exceeds a threshold h (Algorithm 
     y judged by it                           y_1   y_2   y_3
 
 The head judges y_i one pass after y_i was drafted, because e_i exists only then. That
-pass also drafts y_(i+1), so the last token of a draft is submitted unjudged. (e_0, the
-root's state, is our name: the paper numbers the states of draft tokens only.) With
-stop="fixed" a round has gamma tokens (Algorithm 1).
+pass also drafts y_(i+1), so the last token of a draft is submitted unjudged. (e_0 is
+the root's state; the paper names it once, see `until_stop`.) With stop="fixed" a round
+has gamma tokens (Algorithm 1).
 
-Names: p is `target`, q is `model`, e_i is `hidden`, p^ is `p_hat`, h is `threshold`, K
-is `gamma`, P_i is `accept_prob`, r / 100 is `KEEP`. The paper's D, the number of
-residual blocks, is `head_depth`. In shapes, D is the hidden size of the target and E
-that of the draft model. Training code writes t for the paper's i.
+Names: p is `target`, q is `model`, e_i is `hidden`, p^ is `p_hat` (the product of the
+head's predictions P^_i), h is `threshold`, K is `gamma`, P_i is `accept_prob`, r / 100
+is `KEEP`. The paper's D, the number of residual blocks, is `head_depth`. In shapes, D
+is the hidden size of the target and E that of the draft model. Training code writes t
+for the paper's i.
 
 Deviations and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
@@ -92,7 +93,7 @@ class Config:
         )
         if depth := self.target.get("num_layers"):
             wrong = not all(-depth <= layer < depth for layer in self.layers)
-            message = f"layers {self.layers}: choose from 0 to {depth - 1}"
+            message = f"layers {self.layers}: choose from {-depth} to {depth - 1}"
             common.refuse((wrong, message))
             # Each layer once: of 3 layers, 1 and -2 are the same.
             self.layers = list(dict.fromkeys(layer % depth for layer in self.layers))
@@ -123,7 +124,7 @@ class AcceptanceHead(nn.Module):
 def until_stop(steps, head, threshold: float):
     """End a round when the head expects a rejection (Algorithm 2).
 
-    steps: what `propose` yields, (y_i, q_draft, e_(i-1)) for i = 1, 2, ...
+    steps: what `propose` (see decoding) yields: (y_i, q_draft, e_(i-1)), i = 1, 2, ...
     head: maps e (E,) to a logit, whose sigmoid is the prediction for y_i at e_i.
     threshold: h.
     Yields (y_i, q_draft, p^), where p^ is the product of the predictions for y_1 to
@@ -144,9 +145,9 @@ def until_stop(steps, head, threshold: float):
         # p^ at i = 1 as well, with an e_0 that it never computes.)
         if i > 1:
             p_hat *= float(head(hidden).sigmoid())
-        # y_i was drafted by the pass that returned e_(i-1), so it costs nothing more.
-        # It is submitted unjudged, as in the MDP of 3.1, where a stop drafts one more
-        # token. A round that the head ends therefore has two tokens or more.
+        # y_i costs no further pass, and is submitted unjudged, as in the MDP of 3.1,
+        # where a stop drafts one more token. A round that the head ends therefore has
+        # two tokens or more.
         yield token, q_draft, p_hat
         # y_(i-1) is submitted even if its judgement ends the draft. Dropping a token
         # because of its judgement would bias the samples: the tokens left would no
@@ -179,14 +180,14 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     J is the number of judged tokens in the batch.
     """
     model = model_of(drafter, target)
-    # 1. X is the text of the batch, which the target wrote.
+    # 1. X is the text of the batch; in the paper the target wrote it.
     # 2. Y_t is drafted after X_1 to X_(t-1). Its label P_t is therefore conditional, as
     #    Eq. 3.1 asks: every token before Y_t is the target's own.
     temperature = drafter.config.temperature
     drafted, accept_prob = draw_labels(model, target, batch, temperature)
     # 3. The exact e_t would follow X_1 to X_(t-1) and Y_t, which takes a pass for each
-    #    t. Instead, one pass reads Z, a mixture of X and Y, and yields e_t for every
-    #    Y_t in Z (section 1: "to increase training efficiency").
+    #    t. Instead, one pass reads Z, a mixture of X and Y. (Section 1: with few draft
+    #    tokens in the text "the training signal is sparse".)
     uniform = torch.rand_like(batch.loss_mask, dtype=torch.float32)
     mixed, judged = mix(batch, drafted, uniform, KEEP)
     # 4. So e_t follows Z_1 to Z_(t-1) and Y_t, but P_t was computed after X_1 to
@@ -320,7 +321,8 @@ def drafts(decoding, drafter, **changes):
     changes: other values for fields of the Config with decode=True. threshold and
         max_draft matter only with stop="head", and gamma only with stop="fixed".
     Raises UserError, at the first draft, if the draft model cannot be used, if stop is
-    "head" and no head has been trained, and for a wrong change or drafter.
+    "head" and no head has been trained, and for a wrong change or drafter; and where
+    the text gets longer than the draft model's context.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
@@ -337,64 +339,12 @@ def drafts(decoding, drafter, **changes):
     while not decoding.done:
         steps = propose(model, decoding, cache)
         steps = itertools.islice(steps, min(limit, decoding.max_depth))
-        p_hats = []  # p^ after y_1 to y_(N-1), for whoever replays the round
+        p_hats = []  # p^ after y_1 to y_(N-1), for the replay page and stop_rules.py
         if config.stop == "head":
             steps = list(until_stop(steps, drafter.head, config.threshold))
             p_hats = [p_hat for *_, p_hat in steps[1:]]
         pairs = (step[:2] for step in steps)  # token and q_draft
         yield common.chain(pairs, decoding.ids, chances=p_hats)
-
-
-# ------------------------------------------------------------------------------- theory
-
-
-def throughput(
-    verification: float, discard: float, t_draft: float, t_target: float
-) -> float:
-    """Tokens per second, 1 / latency (Eq. 2.3).
-
-    verification: N_target / N. discard: N_discarded / N.
-    t_draft, t_target: seconds of a pass and of a forward.
-    """
-    # An answer takes T = t_draft N_draft + t_target N_target (Eq. 2.1). Each pass and
-    # each forward supplies one token, so N_draft + N_target = N + N_discarded. (The
-    # last forward supplies none if the end of the answer was drafted.) Solve this for
-    # N_draft and insert it in T, which gives Eq. 2.2. Then divide by N.
-    latency = t_draft + t_draft * discard + (t_target - t_draft) * verification
-    return 1 / latency
-
-
-def oracle(agrees: list[bool]) -> int:
-    """N_target of the best stopping times, decoding greedily (Lemma 2.1).
-
-    agrees[i]: whether the draft model's likeliest token, after the answer's tokens
-        before place i, is token i. The answer has at least one token.
-    """
-    # Each round ends just before the next disagreement, and its forward supplies the
-    # token there. That is one round for each place in S, the set of disagreements, and
-    # one for the rest of the answer. If the last token is in S, nothing is left after
-    # it, and N_target is |S|, not the lemma's |S| + 1. If two neighbours are both in S,
-    # the best draft between them is empty, which Algorithm 2 never submits.
-    return 1 + sum(not agree for agree in agrees[:-1])
-
-
-def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
-    """The bound of Theorem 3.1 on P(at least one of y_1 to y_k is rejected | prefix).
-
-    At or above it, stopping has the smaller expected total cost, for time-homogeneous
-    policies with a bounded draft length. A stop drafts y_(k+1) before it submits.
-    c1, c2: t_draft and t_target - t_draft.
-    delta: depends on the policy, the prompt, both models, c1 and c2; it is not known.
-    """
-    # How we read the bound, without its proof in appendix D: if a token is rejected,
-    # continuing wastes at least a pass, c1. If none is, stopping costs at most c2 +
-    # delta more than continuing. At the bound P c1 = (1 - P)(c2 + delta). With the
-    # paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
-    #
-    # Do not use it as h: delta is unknown, stopping may be cheaper below it as well
-    # (the condition is sufficient, not necessary), and 1 - p^ is not this P, because
-    # the loss biases the head (see `loss`). h is tuned, as the paper's is (4.1).
-    return (c2 + delta) / (c1 + c2 + delta)
 
 
 # ---------------------------------------------------------------------- the draft model
@@ -442,7 +392,7 @@ class CopiedLayers:
         self.lm_head = head.to(drafter.norm.weight.dtype)
 
     def hidden(self, ids: Tensor, cache=None) -> Tensor:
-        read = 0 if cache is None else cache.get_seq_length()  # P
+        read = 0 if cache is None else cache.get_seq_length()  # P_own
         n = ids.shape[1]
         embeds = self.target.get_input_embeddings()(ids)
         x = embeds.to(self.drafter.norm.weight.dtype)  # (B, n, D)
@@ -453,7 +403,7 @@ class CopiedLayers:
         mask = None  # causal if no rows are cached; a single token sees every row
         if read > 0 and n > 1:
             mask = torch.ones(n, read + n, dtype=torch.bool, device=x.device)
-            mask = mask.tril(read)[None, None]  # (1, 1, n, P + n)
+            mask = mask.tril(read)[None, None]  # (1, 1, n, P_own + n)
         for layer in self.drafter.layers:
             x = layer(x, mask, None, cache, position_embeddings=tables)
         return self.drafter.norm(x)
@@ -492,7 +442,7 @@ class CausalLM:
         if self.context and length > self.context:
             raise common.UserError(
                 f"the draft model reads {self.context} tokens at most: set a lower "
-                "window or max_new_tokens, or choose another draft model"
+                "window, max_new_tokens or --max-length, or choose another draft model"
             )
         return common.last_hidden(self.lm, ids, cache)
 
@@ -582,13 +532,65 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     return drafter
 
 
+# ------------------------------------------------------------------------------- theory
+
+
+def throughput(
+    verification: float, discard: float, t_draft: float, t_target: float
+) -> float:
+    """Tokens per second, 1 / latency (Eq. 2.3).
+
+    verification: N_target / N. discard: N_discarded / N.
+    t_draft, t_target: seconds of a pass and of a forward.
+    """
+    # An answer takes T = t_draft N_draft + t_target N_target (Eq. 2.1). Each pass and
+    # each forward supplies one token, so N_draft + N_target = N + N_discarded. (The
+    # last forward supplies none if the end of the answer was drafted.) Solve this for
+    # N_draft and insert it in T, which gives Eq. 2.2. Then divide by N.
+    latency = t_draft + t_draft * discard + (t_target - t_draft) * verification
+    return 1 / latency
+
+
+def oracle(agrees: list[bool]) -> int:
+    """N_target of the best stopping times, decoding greedily (Lemma 2.1).
+
+    agrees[i]: whether the draft model's likeliest token, after the answer's tokens
+        before place i, is token i. The answer has at least one token.
+    """
+    # Each round ends just before the next disagreement, and its forward supplies the
+    # token there. That is one round for each place in S, the set of disagreements, and
+    # one for the rest of the answer. If the last token is in S, nothing is left after
+    # it, and N_target is |S|, not the lemma's |S| + 1. If two neighbours are both in S,
+    # the best draft between them is empty, which Algorithm 2 never submits.
+    return 1 + sum(not agree for agree in agrees[:-1])
+
+
+def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
+    """The bound of Theorem 3.1 on P(at least one of y_1 to y_k is rejected | prefix).
+
+    At or above it, stopping has the smaller expected total cost, for time-homogeneous
+    policies with a bounded draft length. A stop drafts y_(k+1) before it submits.
+    c1, c2: t_draft and t_target - t_draft.
+    delta: depends on the policy, the prompt, both models, c1 and c2; it is not known.
+    """
+    # How we read the bound, without its proof in appendix D: if a token is rejected,
+    # continuing wastes at least a pass, c1. If none is, stopping costs at most c2 +
+    # delta more than continuing. At the bound P c1 = (1 - P)(c2 + delta). With the
+    # paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
+    #
+    # Do not use it as h: delta is unknown, stopping may be cheaper below it as well
+    # (the condition is sufficient, not necessary), and 1 - p^ is not this P, because
+    # the loss biases the head (see `loss`). h is tuned, as the paper's is (4.1).
+    return (c2 + delta) / (c1 + c2 + delta)
+
+
 if __name__ == "__main__":
     common.demo(Drafter, "specdecpp", drafts)
 
 
 # --------------------------------- deviations from the paper, and the authors' code
 #
-# Deviations from sections 1 to 5 of v1, and choices where the paper is silent:
+# Deviations from v1 (without its appendices), and choices where it is silent:
 #  1. The paper's draft model is given (3.1). By default it is made here, from layers of
 #     the target that first learn the target's distributions (stage "draft").
 #  2. Copied layers draft and learn frequent tokens only (`draft_vocab`), without the
@@ -597,15 +599,14 @@ if __name__ == "__main__":
 #     the target also wrote the texts at 1. Decode at the temperature of the labels.
 #  4. Y and Z are sampled anew in each training step.
 #  5. A draft has at most `max_draft` = 20 tokens. In 4.1 it stops when their number
-#     "exceeds 20", which is the 21st.
+#     "exceeds 20", that is, at the 21st.
 #  6. It ends after an end-of-sequence token, and where the answer must end.
 #  7. The "(D+1)-layer ResNet" (4.1) is `head_depth` different blocks and one logit.
-#  8. Each X_t is in Z with probability 15% (r), and the loss is divided by the sum of
-#     its weights, as in the authors' code.
+#  8. The loss is divided by the sum of its weights, as in the authors' code.
 #  9. e_i is the state after the final norm; the paper does not say which it takes.
 # 10. The draft model sees a window of a long text (common.windowed).
 #
-# What the authors' code does differently, with the same random weights:
+# Where the authors' code differs (both were run with the same random weights):
 #  - The head applies one block `head_depth` times, and has two outputs and a softmax.
 #  - Y and Z are sampled once, before the training. Labels use the plain softmax,
 #    but texts and answers are sampled with the checkpoint's settings.

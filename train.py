@@ -190,7 +190,8 @@ def train(args, module, overrides: dict) -> None:
             # After SIGTERM only seconds are left (10 in Docker, 30 with torchrun), less
             # than a measurement takes, so a stop only saves.
             if not stop and (last or run.step % args.eval_every == 0):
-                if rates := measure(module, drafter, target, measured, caught):
+                heard = [] if last else caught
+                if rates := measure(module, drafter, target, measured, heard):
                     point = run.add_point(rates)
                     say(", ".join(f"{key} {value}" for key, value in point.items()))
             due = last or stop or run.step % args.save_every == 0
@@ -294,8 +295,9 @@ def measure(module, drafter, target, measured: dict, caught: list) -> dict | Non
             torch.manual_seed(0)
             totals = []
             for batch in batches:
-                if not caught:
-                    totals.append(module.acceptance(drafter, target, batch))
+                if caught:
+                    break
+                totals.append(module.acceptance(drafter, target, batch))
         accepted = sum(float(total) for total, _ in totals)
         count = sum(int(count) for _, count in totals)
         rates[name] = round(accepted / max(1, count), 4) if batches else None
@@ -343,7 +345,12 @@ def check_learned(args, model, features: Features, sequences: list) -> None:
 
     CTC-drafter, for instance, learns only where `labels` tokens follow an anchor.
     """
-    most = max(sequences, key=lambda sequence: int(sequence[1].sum()))
+
+    def longest(sequence) -> int:  # the tokens of its longest answer
+        learned, counts = sequence[1].unique_consecutive(return_counts=True)
+        return int(counts[learned].max())
+
+    most = max(sequences, key=longest)
     if not model(features.batch([most], 0.0))[1] > 0:
         raise common.UserError(
             f"nothing to learn for {args.method}: all answers are too short"

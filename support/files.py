@@ -25,7 +25,10 @@ def whole(path: Path):
 
 @contextlib.contextmanager
 def whole_folder(path: Path):
-    """Yield a new folder to write to, which becomes `path` at the end."""
+    """Yield a new folder to write to, which becomes `path` if all goes well.
+
+    The parent of `path` must exist.
+    """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder) / path.name
         part.mkdir()

@@ -242,19 +242,19 @@ def test_measuring_changes_nothing_that_is_learned(trained, monkeypatch):
     assert torch.equal(ours, torch.rand(1))
 
 
-def test_data_without_anything_to_learn_is_refused(tmp_path, trained):
-    """Two labels need an answer of two tokens: none has them, or the longest does."""
+@pytest.mark.parametrize("answer", ["w2", "w2 w3"])
+def test_data_without_anything_to_learn_is_refused(tmp_path, trained, answer):
+    """Three labels need an answer of three tokens, with its end: the second has them,
+    and not the first, whose answers have more in all.
+    """
+    turns = [{"role": role, "content": "w2"} for role in ("user", "assistant")]
+    lines = [{"messages": turns * 4}, {"prompt": "w1", "response": answer}]
     path = tmp_path / "data.jsonl"
-    for counts in ([1, 1, 1], [1, 2, 1]):
-        lines = [
-            {"prompt_ids": [5, 6 + index], "response_ids": [7] * count}
-            for index, count in enumerate(counts)
-        ]
-        path.write_text("\n".join(map(json.dumps, lines)))
-        argv = ["--data", path, "--held-out", 0, "--steps", 1, "--labels", 2]
-        none = refused("nothing to learn for ctc_drafter: all answers are too short")
-        with none if counts[1] == 1 else contextlib.nullcontext():
-            trained(f"longest_{counts[1]}", *argv, method="ctc_drafter")
+    path.write_text("\n".join(map(json.dumps, lines)))
+    argv = ["--data", path, "--held-out", 0, "--steps", 1, "--labels", 3]
+    none = refused("nothing to learn for ctc_drafter: all answers are too short")
+    with none if answer == "w2" else contextlib.nullcontext():
+        trained("out", *argv, method="ctc_drafter")
 
 
 def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(

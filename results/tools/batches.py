@@ -1,11 +1,12 @@
 """Time decoding of several sequences at once, as GLIDE's Table 4 does.
 
-    python results/tools/batches.py --method glide --json results/cpu_batches.json
+    python results/tools/batches.py --method glide --num-prompts 40 --json run.json
 
 A batch holds the first turns of prompts that follow one another. All arms answer a
 batch before the next one, in an order that is drawn anew. Speedups are over the fastest
 plain decoding: transformers on the target as loaded or on the packed one, where the
 sequences of a batch are padded, or our own loop (support/measuring/batching.py).
+Prompts that fill no batch are left out.
 """
 
 import random
@@ -33,7 +34,7 @@ def answers_to(prompts: list, arm, options: dict) -> tuple[list[list[int]], floa
     begin = clock(arm.target)
     if arm.drafts is None:
         rows = [ids[0].tolist() for ids in prompts]
-        answers = answer_padded(arm.target, rows, **options, **arm.kwargs)
+        answers = answer_padded(arm.target, rows, **options)
     else:
         asked = [common.start(arm.target, input_ids=ids, **options) for ids in prompts]
         outputs = batching.generate(arm.target, arm.drafts, asked)
@@ -48,17 +49,31 @@ def measure(args) -> dict:
     stock, target, tokenizer = bench.load(args)
     result = report.header(args, target, "results/tools/batches.py")
     loops = arms.plain_loops(stock, target)
-    all_arms = [*loops, *arms.make_arms(args.method, target)]
+    methods = arms.make_arms(args.method, target)
     options = bench.generate_options(args)
     asked = [
         encode(tokenizer, prompt["turns"][:1], target.device)["input_ids"]
         for prompt in bench.prompts_of(args)
     ]
+    common.refuse(
+        (
+            any(arm.drafts is None for arm in methods),
+            "prompt-lookup and assisted answer one at a time: leave them out",
+        ),
+        (
+            len(asked) < max(args.sizes),
+            f"{len(asked)} prompts fill no batch of {max(args.sizes)}: give more "
+            "--num-prompts, or lower --sizes",
+        ),
+    )
     result |= {"prompts": len(asked), "sizes": {}}
+    torch.manual_seed(args.seed)
     shuffle = random.Random(args.seed)
-    for arm in all_arms:  # first calls load kernels and fill caches
-        answers_to(asked[:2], arm, options | {"max_new_tokens": bench.WARM_UP_TOKENS})
+    all_arms = [*loops, *methods]
     for size in args.sizes:
+        warm_up = options | {"max_new_tokens": bench.WARM_UP_TOKENS}
+        for arm in all_arms:  # first calls load kernels and fill caches
+            answers_to(asked[:size], arm, warm_up)
         found = {arm.name: {"tokens": [], "seconds": []} for arm in all_arms}
         starts = range(0, len(asked) - size + 1, size)
         for start in tqdm(starts, desc=f"batches of {size}", disable=None):

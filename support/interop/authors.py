@@ -175,6 +175,7 @@ def main(argv: list[str] | None = None) -> None:
             "--draft-model goes with specdecpp, which needs it",
         ),
     )
+    args.out.parent.mkdir(parents=True, exist_ok=True)  # before a long load
     target, _ = common.load_target(args.target, dtype="auto")
     more = {"draft_model": args.draft_model} if args.draft_model else {}
     drafter = convert(args.method, args.source, target, **more)

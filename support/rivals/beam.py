@@ -111,7 +111,7 @@ def propose(drafter, decoding, memory, depth: int, width: int) -> common.Draft:
 @common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter, **changes):
-    """Yield one draft per round; the caller verifies it before it asks for the next.
+    """Yield one draft per round. Verify each draft before you ask for the next one.
 
     drafter: GLIDE's. changes: other values for fields of the Config, see there.
     """

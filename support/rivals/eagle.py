@@ -74,9 +74,6 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     # without norms they would be a bad start.
     config = dataclasses.replace(config, target=common.target_shape(target))
     drafter = Drafter(config)
-    for module in drafter.layers.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.02)
     common.start_from(drafter, target, token_counts)
     return drafter
 
@@ -92,5 +89,5 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 #  4. A linear fusion starts as the sum of its inputs, and has no bias (theirs has one
 #     unless the config says otherwise).
 #
-# Authors' code. It was run with the same random weights as these parts of falcon.py
+# Authors' code. It was run with the same random weights as falcon.py with k = 1 and
 # without norms. Forwards, both terms of the loss, drafts and trees agree.

@@ -98,7 +98,7 @@ def with_copies(drafts, decoding, most: int = 16):
 
 
 def drafts(decoding, **changes):
-    """Yield one draft per round; the caller verifies it before it asks for the next.
+    """Yield one draft per round. Verify each draft before you ask for the next one.
 
     changes: other values for fields of the Config, see there.
     """

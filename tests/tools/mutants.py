@@ -20,10 +20,10 @@ a window is one position too long
 a target that has changed is not tried again
 - if _TRIED.get(target) != state: --> if target not in _TRIED:
 a trial writes in the target's own config
-- model = copy.deepcopy(target, {id(x): x for x in weights}) --> pass
+- model = copy.deepcopy(target, {id(x): x for x in shared}) --> pass
 a trial writes in the tables of the target's rotary embedding
-- weights = target.state_dict(keep_vars=True).values()
-+ weights = [*target.parameters(), *target.buffers()]
+- shared = [*target.parameters(), *target.state_dict(keep_vars=True).values()]
++ shared = [*target.parameters(), *target.buffers()]
 a target is tried once for all that wraps it
 - _check_parts(target, kernel, adapters)
 + _TRIED.get(target) == state or _check_parts(target, kernel, adapters)
@@ -239,7 +239,7 @@ each node has the children of the first branch
 - branch_of = {tip: branch for branch, tip in enumerate(branch_of)}
 + branch_of = {tip: 0 for tip in branch_of}
 all levels are drafted by the first slot
-- likeliest(logits[:, slot],  --> likeliest(logits[:, 0], 
+- best = logits[:, place].softmax( --> best = logits[:, 0].softmax(
 a slot is fed the token of its hidden state, not the next one
 - token_ids = decoding.ids[:, self.slots_read + 1 :]
 + token_ids = decoding.ids[:, self.slots_read : -1]
@@ -359,7 +359,7 @@ measurements change the random numbers that follow
 answers that are too short for a method are not noticed
 - if not model(features.batch([most], 0.0))[1] > 0: --> if False:
 a stop waits for the end of a measurement
-- if not caught: --> if True:
+- return None if caught else rates --> return rates
 
 # support/training/data.py
 a key that is there twice loses its first value
