@@ -582,8 +582,7 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
     # When sampling, a token that was not sampled is accepted with probability p(x). One
     # sampled from q is accepted with probability sum_x min(p(x), q(x)), usually more.
     # Node 0 is therefore sampled. The others are the likeliest sequences, as in greedy
-    # decoding, which `common.rejection_sample` allows. At temperature 1 the sampled
-    # node raises tau by 5% (results/log.md).
+    # decoding, which `common.rejection_sample` allows.
     first = []
     probs = None
     if decoding.do_sample and config.nodes > 0:
@@ -658,10 +657,8 @@ if __name__ == "__main__":
 #     Only this token passes through logits processors.
 #  9. S = 6 and U = 3 are those of the authors' code; k = 6 and five nodes are ours.
 # 10. The drafter sees a window of a long text (common.windowed).
-# Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').
-# The transforms gain 0% (63 nodes) to 1% (ten) in tau over `none` (results/claims.md);
-# the paper's 18% is over drafts that keep blanks. A likely reason: U labels without a
-# repeat also fit into slots 1 to U, and training asks for no blanks between them.
+# U labels without a repeat also fit into slots 1 to U, and training asks for no blanks
+# between them, so the transforms gain little over `none` (results/claims.md).
 #
 # Where the authors' code differs (run with the same random weights, see PAPERS.md):
 #  - Slot j of a place is the layer's output j places later, which has read the text's

@@ -661,8 +661,6 @@ if __name__ == "__main__":
 #  8. Branches that continue the same one are fed equal predictions (unlike Figure 1).
 #  9. Siblings are sampled without replacement; appendix A says: "we sample m tokens".
 # 10. The drafter sees a window of a long text (common.windowed).
-# 11. Where the LM head has a bias or a soft cap, p has them and q has not
-#     (common.draft_head).
 #
 # Authors' code. With equal random weights, without our four norms and without keeping
 # the LSTM's state, forwards, drafts and losses agree, except:

@@ -484,8 +484,7 @@ if __name__ == "__main__":
 #     heads may share a key-value head.
 #  7. By default L = gamma = 3, and every layer reads the target layer at three fifths
 #     of the depth (the paper: L = gamma = 5, and the top N_D layers). In 5.4 higher
-#     layers are accepted more often. Here layer 18 of 30 gains twice as much as the top
-#     one, but the two drafters also start from different weights (results/claims.md).
+#     layers are accepted more often, and here they are not (results/claims.md).
 #  8. In a long text the drafter sees only a window (common.windowed), and it reads the
 #     target's rows of the tokens in this window only.
 #

@@ -612,4 +612,3 @@ if __name__ == "__main__":
 #    but texts and answers are sampled with the checkpoint's settings.
 #  - In the last rounds of an answer it drafts beyond the maximum length.
 #  - It does not have the slip of the printed Algorithm 2 (see `until_stop`).
-# In the paper's Table 1 the two rows are exchanged.
