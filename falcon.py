@@ -237,8 +237,7 @@ def reveal(drafter: Drafter, target, slots: Slots, progress: float) -> Slots:
         before     (h_1, x_2)  (h_2, x_3)      after    (h_3, x_4)  (h_2, x_3)
         label      (h_3, x_4)  (h_4, x_5)               -           (h_4, x_5)
     """
-    # The paper argues (3.3) that this "improves the dependency between tokens within a
-    # block".
+    # In 3.3's words this "improves the dependency between tokens within a block".
     _, logits, labels = predict(drafter, target, slots)  # a pass without noise
     expected = common.target_logits(target, labels, drafter.vocab_ids).argmax(-1)
     wrong = torch.zeros_like(slots.learns)
