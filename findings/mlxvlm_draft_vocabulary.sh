@@ -6,8 +6,8 @@
 #   vocabulary is asked only for the token behind the accepted ones. At any temperature, a draft
 #   is accepted if it is that likeliest token, so sampling does not follow the target, either. Drafters
 #   with the whole vocabulary are right in both.
-# Why it matters: published EAGLE-3 drafters for Gemma 4 have such vocabularies, of 32,000 tokens in 262,144.
-#   Names and rare words are just what they lack. The acceptance rate looks better than it is.
+# Why it matters: EAGLE-3 drafters usually have such vocabularies (speculators' default is 32,000 tokens; Gemma 4
+#   has 262,144), without names and rare words. The acceptance rate looks better than it is.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
