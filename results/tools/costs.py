@@ -1,4 +1,4 @@
-"""Time the target forward over chains of several lengths: results/*_cost.json.
+"""Time the target: reading prompts, and forwards over chains: results/*_cost.json.
 
     python results/tools/costs.py --json results/cpu_cost.json
 
@@ -22,6 +22,7 @@ from support.measuring.report import clock  # noqa: E402
 
 CONTEXT = 256  # tokens
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+LENGTHS = (256, 1024, 2048, 4096, 7000)
 
 
 @torch.no_grad()
@@ -48,6 +49,23 @@ def cost_curve(target) -> dict:
     return {"context": CONTEXT, "by_tokens": by_tokens}
 
 
+@torch.no_grad()
+def reading(target) -> dict:
+    """{length of a prompt: seconds to read it}, medians of three."""
+    config = target.config.get_text_config()
+    found = {}
+    for length in tqdm(LENGTHS, desc="reading", disable=None):
+        ids = torch.arange(length, device=target.device)[None] % config.vocab_size
+        times = []
+        for _ in range(3):
+            cache = common.GrowingCache(config.num_hidden_layers)
+            start = clock(target)
+            common.last_hidden(target, ids, cache)
+            times.append(clock(target) - start)
+        found[str(length)] = round(statistics.median(times), 3)
+    return found
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the table, and write the result."""
     argv = sys.argv[1:] if argv is None else argv
@@ -64,9 +82,11 @@ def main(argv: list[str] | None = None) -> None:
     _, target, _ = bench.load(args)
     result = report.header(args, target, "results/tools/costs.py")
     curve = result["cost_curve"] = cost_curve(target)
+    result["reading"] = reading(target)
     heads = [f"tokens, at {curve['context']} tokens of context", "ms"]
     rows = [[n, report.cell(ms, ".1f")] for n, ms in curve["by_tokens"].items()]
     print(report.about(result), report.markdown(heads, rows), sep="\n\n")
+    print("\n".join(f"reading {n} tokens: {s} s" for n, s in result["reading"].items()))
     if args.json:
         report.write_result(result, args.json)
 
