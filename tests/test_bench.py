@@ -544,7 +544,6 @@ MISTAKES = [
     ("--method flacon --target /nowhere", "unknown method 'flacon': take glide"),
     ("--method glide@/nowhere", "no drafter in /nowhere"),
     ("--method lookup@glide", "lookup has no weights: leave out @glide"),
-    ("--method glide@glide glide@./glide", "two arms would be called glide@glide"),
     ("--method glide@glide --max-new-tokens 300", "than the 256 positions of the"),
     ("--method glide --prompts /nowhere.jsonl", "cannot read /nowhere.jsonl"),
     ("--method glide --prompt x", "--prompt: not allowed with argument --prompts"),

@@ -106,6 +106,10 @@ def test_figures_that_pages_tell_in_words_follow_from_the_runs():
             f"{above:.0f}% above EAGLE ({between[0]:.1f} to {between[1]:.0f}%)",
         ],
     }
+    read = claims.read("cpu_cost.json")["reading"]["7000"]
+    plain = claims.read("cpu_lengths.json")["lengths"]["7000"]["plain"]["by_prompt"]
+    written = sum(plain["seconds"]) / len(plain["seconds"])
+    assert round(read) == 16 and round(read / written) == 2  # README.md says so
     assert won.all() and len(won) == 16
     for page, texts in told.items():
         words = " ".join((claims.RESULTS.parent / page).read_text().split())

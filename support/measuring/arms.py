@@ -4,7 +4,6 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import common
@@ -157,7 +156,7 @@ def make_arms(texts: list[str], target, shipped=cli.ROOT / "checkpoints") -> lis
     """The arms of some texts, each once, to decode with `target`.
 
     shipped: the folder of the shipped drafters.
-    Raises UserError for an arm that is impossible, or two of one name.
+    Raises UserError for an arm that is impossible.
     """
 
     @functools.cache
@@ -170,12 +169,6 @@ def make_arms(texts: list[str], target, shipped=cli.ROOT / "checkpoints") -> lis
     for text in texts:
         make = peer if text in PEERS else make_arm
         arms[text] = make(text, target, load)
-    names = [arm.name for arm in arms.values()]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(
-                f"two arms would be called {name}; rename one of the folders"
-            )
     return list(arms.values())
 
 
@@ -186,7 +179,6 @@ def make_arm(text: str, target, load) -> Arm:
         drafter.
     """
     name, base, changes, chain, window, copies, folder = parse(text)
-    shown = text.removesuffix(folder) + Path(folder).name
     module = cli.import_method(name)
     source = cli.import_method(base)
     drafter = load(base, folder) if hasattr(source, "Drafter") else None
@@ -210,7 +202,7 @@ def make_arm(text: str, target, load) -> Arm:
             return lookup.with_copies(proposals, decoding, COPIES)
         return proposals
 
-    return Arm(shown, target, drafts, module, own, settings)
+    return Arm(text, target, drafts, module, own, settings)
 
 
 def decode_settings(module, drafter, changes: dict) -> dict:

@@ -48,10 +48,6 @@ NOT_JSONL = (
 # ---------------------------------------------------------------------- conversations
 
 
-class SaysMore(common.UserError):
-    """A line says more than roles and texts; `args` are the keys."""
-
-
 def read_conversations(
     path: str, tokenizer, max_length: int, target=None
 ) -> list[tuple[Tensor, Tensor]]:
@@ -68,7 +64,7 @@ def read_conversations(
     """
     sequences = []
     skipped = defaultdict(list)  # numbers of lines, by the reason
-    more, unread = Counter(), Counter()  # lines, by the key
+    unread = Counter()  # lines, by the key
     cut = lost = 0  # answers
     limit = f"{max_length} tokens (--max-length or the target's context)"
     size = len(tokenizer)  # once, because it is slow with thousands of added tokens
@@ -92,10 +88,6 @@ def read_conversations(
             mask = mask[:max_length]
             if not mask.any():
                 raise common.UserError(f"no answer within {limit}")
-        except SaysMore as error:
-            skipped["more than roles and texts"].append(number)
-            more.update(error.args)
-            continue
         except common.UserError as error:
             skipped[str(error)].append(number)
             continue
@@ -104,12 +96,7 @@ def read_conversations(
         cut += sum(stop > max_length for _, stop in answers)
         lost += answers.count((0, 0))
 
-    notes = []
-    for reason, numbers in skipped.items():
-        note = f"{_numbers(numbers)}: {reason}"
-        if reason == "more than roles and texts":
-            note += f": {_counts(more)}; {AS_IDS}"
-        notes.append(note)
+    notes = [f"{_numbers(numbers)}: {reason}" for reason, numbers in skipped.items()]
     if not sequences:
         reasons = "; ".join(notes[:3]) or "it is empty"
         raise common.UserError(f"{path} holds nothing to learn from: {reasons}")
@@ -219,7 +206,7 @@ def _says(ids: list[int], text: str, tokenizer) -> bool:
 def _messages(record: dict) -> tuple[list[dict], set[str]]:
     """The messages of a line up to its last answer, and what else is not read.
 
-    Raises SaysMore if the line says more than roles and texts.
+    Raises UserError if the line says more than roles and texts.
     """
     rest = dict(record)
     form = next((f for f in FORMS if all(rest.get(key, []) != [] for key in f)), ())
@@ -248,7 +235,8 @@ def _messages(record: dict) -> tuple[list[dict], set[str]]:
         fields = turn.keys() - {"role", "content"}
         besides |= {f"{key} of messages" for key in fields if turn[key] not in empty}
     if more := besides - LABELS:
-        raise SaysMore(*sorted(more))
+        more = ", ".join(sorted(more))
+        raise common.UserError(f"more than roles and texts: {more}; {AS_IDS}")
 
     messages = [_message(turn) for turn in turns]
     answered = [i for i, each in enumerate(messages) if each["role"] == "assistant"]

@@ -498,8 +498,6 @@ copied tokens are not added
 - return lookup.with_copies(proposals, decoding, COPIES) --> return proposals
 the word for copies is taken for a part of the folder
 - if folder.endswith("+copies"): --> if False:
-two arms have one name
-- if names.count(name) > 1: --> if names.count(name) > 2:
 
 # support/cli.py
 nan is a number of at least 0
