@@ -169,7 +169,7 @@ def test_train_and_bench_run_as_programs(folder, tmp_path):
     assert (tmp_path / "out" / "config.json").is_file(), trained.stderr
     words = f"--method glide@{tmp_path}/out --target {folder} --max-new-tokens 4"
     measured = started("bench.py", *words.split(), "--prompt", "w1 w2")
-    assert "| glide@out" in measured.stdout, measured.stderr
+    assert f"| glide@{tmp_path}/out" in measured.stdout, measured.stderr
 
 
 def test_the_device_is_found_only_when_none_is_named(monkeypatch):
