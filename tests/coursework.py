@@ -32,7 +32,7 @@ POINTS = 5  # of each test, for Gradescope
 # What a student's copy does without: large files, what is about other software, and
 # what tells the solutions.
 LEFT_OUT = ("checkpoints", "conversations", "findings", "solutions.md", "test_docs.py")
-LEFT_OUT += ("mutants.py", "mutation.py")
+LEFT_OUT += ("mutants.py", "mutation.py", "texts.jsonl")  # which quotes our code
 
 # Assistants that write code read a file of this name first.
 TUTOR = """# For AI assistants

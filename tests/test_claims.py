@@ -99,7 +99,7 @@ def test_figures_that_pages_tell_in_words_follow_from_the_runs():
     less, *ends = (-x for x in learned(csgd, none))
     above, *between = learned(csgd, "eagle@eagle")
     told = {
-        "README.md": ["faster than Falcon on all 16."],
+        "README.md": ["faster than Falcon on all 16 prompts."],
         "results/log.md": [
             f"raised tau by {lstm:.0f}% ({low:.0f} to {high:.0f}%)",
             f"tau is {less:.0f}% lower with it ({ends[1]:.1f} to {ends[0]:.0f}%)",

@@ -78,6 +78,13 @@ def test_a_copy_for_students_is_small_and_tells_no_solution(tmp_path):
     assert sum(path.stat().st_size for path in files) < 4e6
     assert {"assignment.md", "falcon.py", "test_verify.py"} <= {x.name for x in files}
     assert not {"solutions.md", "mutants.py", "checkpoints"} & {x.name for x in files}
+    # Nor does a text among the prompts, some of which are files of this repository.
+    names = "|".join(name.partition(".")[2] for name in coursework.EXERCISES)
+    for path in files:
+        if path.suffix != ".py":
+            assert not re.search(
+                rf"def ({names})\(", path.read_text("utf-8", "replace")
+            )
     assert (out / "AGENTS.md").read_text().count("\n") == 6
 
 
