@@ -64,6 +64,7 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
     LlamaConfig,
+    PreTrainedConfig,
 )
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
@@ -1261,13 +1262,7 @@ def _try_tree(target, window: int | None) -> None:
         # accelerate's hooks are bound to the module that they were made for. Such a
         # target is tried itself, so a window that it does not read is not noticed.
         if not any("forward" in vars(module) for module in target.modules()):
-            # Weights and hooks are shared. All else is copied, because rotary
-            # embeddings of growing length write into their tables.
-            shared = [*target.parameters(), *target.state_dict(keep_vars=True).values()]
-            for module in target.modules():
-                shared += module._forward_pre_hooks.values()
-                shared += module._forward_hooks.values()
-            model = copy.deepcopy(target, {id(x): x for x in shared})
+            model = _twin(target, {})
             if window:  # shorter than the text of the trial
                 decoder_config(model).sliding_window = 3
         error = _compare(model)
@@ -1283,6 +1278,30 @@ def _try_tree(target, window: int | None) -> None:
             "its config has a window that it does not read, delete sliding_window and "
             f"layer_types from target.config; or {INSTEAD}"
         ) from cause
+
+
+def _twin(module: nn.Module, memo: dict) -> nn.Module:
+    """The same modules again, with configs of their own; weights and hooks are shared.
+
+    memo: {id: what was copied}, modules and parts of configs.
+    """
+    if id(module) in memo:
+        return memo[id(module)]
+    twin = memo[id(module)] = module.__class__.__new__(module.__class__)
+    for name, value in vars(module).items():
+        if name == "_modules":
+            value = {n: x if x is None else _twin(x, memo) for n, x in value.items()}
+        elif isinstance(value, dict):  # parameters, buffers, hooks
+            value = value.copy()
+        elif isinstance(value, PreTrainedConfig):
+            value = copy.deepcopy(value, memo)
+        elif name == "_compiled_call_impl":  # of the original
+            value = None
+        twin.__dict__[name] = value
+    # Rotary embeddings of growing length write into their tables, which are not saved.
+    for name in module._non_persistent_buffers_set:
+        twin._buffers[name] = copy.deepcopy(twin._buffers[name])
+    return twin
 
 
 @torch.no_grad()
@@ -1357,12 +1376,13 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
     cache = given.get(CACHE)
     if cache is not None and cache.get_seq_length() > 0:
         unfit.append("a cache that holds tokens (see common.start)")
+    mask = given.get("attention_mask")
+    padded = mask is not None and (mask.shape != input_ids.shape or not mask.all())
     positions = given.pop("position_ids", None)
-    if positions is not None:  # Qwen-VL makes several rows of them, (3, 1, T)
+    if positions is not None and not padded:  # Qwen-VL makes several rows, (3, 1, T)
         counted = torch.arange(input_ids.shape[1], device=positions.device)
         if not all(row.equal(counted) for row in positions.flatten(0, -2)):
             unfit.append("position_ids that do not count from 0")
-    mask = given.get("attention_mask")
     length = generation_config.max_length
     config = target.config.get_text_config()
     reach = getattr(config, "max_position_embeddings", None) or math.inf
@@ -1374,11 +1394,10 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             border = each.get("original_max_position_embeddings") or math.inf
             if input_ids.shape[1] - 1 <= border:
                 reach = min(reach, border + 1)
-    padded = mask is not None and (mask.shape != input_ids.shape or not mask.all())
     several = input_ids.numel() == 0 or len(input_ids) > 1
     refuse(
         (
-            unfit and not padded,  # padding changes position_ids as well
+            unfit,
             f"token trees do not work with {', '.join(unfit)}: leave it out, or set to "
             "None what asks for it",
         ),

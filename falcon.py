@@ -653,7 +653,8 @@ if __name__ == "__main__":
 #     features, of embeddings, before the first layer's attention, and of the output.
 #     Layers start as the target's top ones.
 #  5. Only frequent tokens are drafted and learned: p is renormalised over them, and the
-#     likeliest of them is L_hard's label. Slots of the prompt have no loss.
+#     likeliest of them is L_hard's label. q leaves out the LM head's bias and soft cap.
+#     Slots of the prompt have no loss.
 #  6. CSGD's first pass has no noise. In the second, revealed labels are noisy too.
 #  7. By default the tree has nine nodes in two passes, and omega_dist is 1, not 0.1.
 #     Nothing is drafted below an end token. Greedy drafts ignore logits processors.

@@ -28,10 +28,6 @@ from pathlib import Path
 
 from support import cli
 
-# What eval_alpha is measured on by default: answers of the default target.
-ANSWERS = cli.ROOT / "conversations" / "answers.jsonl.gz"
-
-
 # ------------------------------------------------------------- options, with defaults
 
 
@@ -57,8 +53,8 @@ def options() -> cli.OneLineParser:
 
     add = parser.add_argument_group("--method").add_argument
     add("--data", nargs="+", metavar="FILE", help="conversations, .jsonl or .jsonl.gz")
-    text = "conversations to measure eval_alpha on (default: for the default target, "
-    add("--eval", metavar="FILE", help=f"{text}conversations/{ANSWERS.name})")
+    text = "conversations to measure eval_alpha on, such as the target's own answers"
+    add("--eval", metavar="FILE", help=text)
     add("--steps", type=count, help="optimizer steps")
     text = "minutes to train instead, resumed runs included"
     add("--minutes", type=number(float, 1e-3), help=text)
@@ -189,6 +185,9 @@ def train(args, module, overrides: dict) -> None:
 
             # After SIGTERM only seconds are left (10 in Docker, 30 with torchrun), less
             # than a measurement takes, so a stop only saves.
+            if last and not stop and accelerator.is_main_process:
+                # A second signal, or SIGKILL, may end the last measurement.
+                checkpoints.save(out, drafter, optimizer, run, identity)
             if not stop and (last or run.step % args.eval_every == 0):
                 heard = [] if last else caught
                 if rates := measure(module, drafter, target, measured, heard):
@@ -312,12 +311,11 @@ def check(args) -> None:
     """Refuse options that do not go together, before anything is loaded."""
     out = Path(args.out)
     begun = (out / "training_state.pt").is_file()
-    measured_on = eval_file(args)
     learned = {Path(path).resolve() for path in args.data or []}
     files = [*(args.data or []), *([args.eval] if args.eval else [])]
     absent = next((path for path in files if not Path(path).exists()), None)
     # Alpha on answers that were learned would look better than it is.
-    learned_too = measured_on and Path(measured_on).resolve() in learned
+    learned_too = args.eval and Path(args.eval).resolve() in learned
     another = "continue with --resume, or" if begun else f"use it with --init {out} and"
     closed = out.is_dir() and not os.access(out, os.W_OK)
     common.refuse(
@@ -325,7 +323,7 @@ def check(args) -> None:
         (absent, f"no file {absent}: check the path"),
         (
             learned_too,
-            f"eval_alpha is measured on {measured_on}: leave it out of --data",
+            f"eval_alpha is measured on {args.eval}: leave it out of --data",
         ),
         (bool(args.steps) == bool(args.minutes), "give either --steps or --minutes"),
         (args.resume and not begun, f"nothing to resume in {out}: leave out --resume"),
@@ -386,14 +384,6 @@ def load_target(args, accelerator) -> tuple:
     return target, tokenizer
 
 
-def eval_file(args) -> str | None:
-    """The conversations on which eval_alpha is measured; None if there are none."""
-    # The default target wrote the default answers, which say nothing about another.
-    if args.eval is None and args.target is None and ANSWERS.is_file():
-        return str(ANSWERS)
-    return args.eval
-
-
 def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     """Sequences to train on, held-out ones, and those of --eval.
 
@@ -412,8 +402,8 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     border = len(sequences) - min(args.held_out, len(sequences) // 2)
 
     answers = []
-    if measured_on := eval_file(args):
-        answers = data.read_conversations(measured_on, tokenizer, context, target)
+    if args.eval:
+        answers = data.read_conversations(args.eval, tokenizer, context, target)
     return sequences[:border], sequences[border:], answers
 
 

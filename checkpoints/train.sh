@@ -29,6 +29,8 @@ else
     options+=(--features "$out/features" --dtype bfloat16)
 fi
 
+options+=(--eval conversations/answers.jsonl.gz) # the target's own, greedy
+
 make() { # NAME OPTIONS...     trains $out/NAME
     local folder=$out/$1 start=() length=(--steps "${STEPS:-24500}")
     [ -z "${MINUTES:-}" ] || length=(--minutes "$MINUTES")

@@ -114,9 +114,9 @@ def test_what_a_line_says_besides_leaves_it_out_and_is_counted(
         assert tokenizer.decode(ids) == "<user> w1 <end> <assistant> w2 <end>"
     *left_out, skipped, unread = capsys.readouterr().err.splitlines()
     remedy = "take it out, or give prompt_ids and response_ids"
-    for said, lines in zip(left_out, ("line 1: {}: score", "line 3: {}: score, x")):
-        lines = lines.format("more than roles and texts")
-        assert said == f"{path}: {lines}; {remedy}"
+    told = "more than roles and texts"
+    lines = (f"line 1: {told}: score", f"line 3: {told}: score, x")
+    assert left_out == [f"{path}: {line}; {remedy}" for line in lines]
     assert skipped == f"{path}: skipped 2 of 5 lines"
     assert unread.startswith(f"{path}: not read: ")
     for said in ("source (2 lines)", "id (2 lines)", "weight (1 line)"):

@@ -1,7 +1,5 @@
 """Titles of the pictures say what the numbers say."""
 
-import json
-
 import pictures
 import pytest
 
@@ -40,14 +38,3 @@ def test_methods_keep_their_colours():
     assert pictures.colour("ctc_drafter+copies") == pictures.colour("ctc_drafter@x")
     assert pictures.colour("cape:cpu") == "C1"
     assert pictures.colour("medusa") == pictures.colour("lookup") == "C8"
-
-
-def test_the_last_stages_of_training_curves_are_drawn(tmp_path):
-    rows = [{"tokens": 1000000, "alpha": 0.1}, {"tokens": 2000000, "alpha": 0.2}]
-    rows = [row | {"eval_alpha": row["alpha"] / 2} for row in rows]
-    paths = [tmp_path / f"{name}.json" for name in ("falcon", "glide")]
-    for path in paths:
-        path.write_text(json.dumps([rows[::-1], rows]))
-    pictures.curves(paths, tmp_path)
-    text = (tmp_path / "curves.svg").read_text()
-    assert ">falcon<" in text and ">glide<" in text and text.count(">answers<") == 2

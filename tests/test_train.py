@@ -327,23 +327,6 @@ def test_eval_alpha_is_that_of_a_file(tmp_path, trained, monkeypatch):
     assert row["alpha"] is None and 0 < row["eval_alpha"] < 1
 
 
-def test_the_default_answers_are_those_of_the_default_target(tmp_path, monkeypatch):
-    """No other target is measured on them by itself, and "" measures on none.
-
-    A copied train.py has no default answers beside it, and measures on none either.
-    """
-
-    def measured_on(eval, target):
-        return train.eval_file(SimpleNamespace(eval=eval, target=target))
-
-    monkeypatch.setattr(train, "ANSWERS", tmp_path / "answers.jsonl.gz")
-    assert measured_on(None, None) is None
-    train.ANSWERS.touch()
-    assert measured_on(None, None) == str(train.ANSWERS)
-    assert measured_on(None, "x") is None
-    assert measured_on("", None) == ""
-
-
 def test_an_acceptance_rate_is_a_mean_over_positions():
     """Not over batches: a batch of one position counts as one position."""
 

@@ -46,6 +46,12 @@ def answers_to(prompts: list, arm, options: dict) -> tuple[list[list[int]], floa
 
 def measure(args) -> dict:
     """The speedups of all arms in batches of all sizes."""
+    prompts = bench.prompts_of(args)
+    if len(prompts) < max(args.sizes):
+        raise common.UserError(
+            f"{len(prompts)} prompts fill no batch of {max(args.sizes)}: give more "
+            "--num-prompts, or lower --sizes"
+        )
     stock, target, tokenizer = bench.load(args)
     result = report.header(args, target, "results/tools/batches.py")
     loops = arms.plain_loops(stock, target)
@@ -53,19 +59,12 @@ def measure(args) -> dict:
     options = bench.generate_options(args)
     asked = [
         encode(tokenizer, prompt["turns"][:1], target.device)["input_ids"]
-        for prompt in bench.prompts_of(args)
+        for prompt in prompts
     ]
-    common.refuse(
-        (
-            any(arm.drafts is None for arm in methods),
-            "prompt-lookup and assisted answer one at a time: leave them out",
-        ),
-        (
-            len(asked) < max(args.sizes),
-            f"{len(asked)} prompts fill no batch of {max(args.sizes)}: give more "
-            "--num-prompts, or lower --sizes",
-        ),
-    )
+    if any(arm.drafts is None for arm in methods):
+        raise common.UserError(
+            "prompt-lookup and assisted answer one at a time: leave them out"
+        )
     result |= {"prompts": len(asked), "sizes": {}}
     torch.manual_seed(args.seed)
     shuffle = random.Random(args.seed)
@@ -77,10 +76,15 @@ def measure(args) -> dict:
         found = {arm.name: {"tokens": [], "seconds": []} for arm in all_arms}
         starts = range(0, len(asked) - size + 1, size)
         for start in tqdm(starts, desc=f"batches of {size}", disable=None):
+            new = {}
             for arm in shuffle.sample(all_arms, len(all_arms)):
-                answers, seconds = answers_to(asked[start : start + size], arm, options)
-                found[arm.name]["tokens"].append(sum(map(len, answers)))
+                batch = asked[start : start + size]
+                new[arm.name], seconds = answers_to(batch, arm, options)
+                found[arm.name]["tokens"].append(sum(map(len, new[arm.name])))
                 found[arm.name]["seconds"].append(seconds)
+            for name, answers in new.items():
+                if not args.temperature and answers != new[loops[0].name]:
+                    tqdm.write(f"batches.py: {name} leaves greedy", file=sys.stderr)
         result["sizes"][str(size)] = figures_of(found, [loop.name for loop in loops])
     return report.rounded(result)
 

@@ -1,11 +1,10 @@
-"""SVG pictures of results and training curves, which tables.py draws.
+"""SVG pictures of results, which tables.py draws.
 
 A title says what the picture shows, in words that are computed from the numbers. The
 background is transparent, text and axes are grey.
 """
 
 import contextlib
-import json
 import re
 import sys
 from pathlib import Path
@@ -39,8 +38,8 @@ def colour(name: str) -> str:
 
 
 @contextlib.contextmanager
-def picture(path: Path, title: str, rows: int = 1, columns: int = 1, size=(8, 4.5)):
-    """Axes (one, or a list) to draw on, saved to `path`, which is printed.
+def picture(path: Path, title: str, size=(8, 4.5)):
+    """Axes to draw on, saved to `path`, which is printed.
 
     size: width and height in inches.
     """
@@ -50,38 +49,10 @@ def picture(path: Path, title: str, rows: int = 1, columns: int = 1, size=(8, 4.
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
-        yield axes[0] if len(axes) == 1 else axes
+        yield figure.subplots()
         figure.suptitle(title, wrap=True)
         figure.savefig(path, metadata={"Date": None})
     print(path, file=sys.stderr)
-
-
-# ---------------------------------------------------------------------------- training
-
-
-def curves(paths: list[Path], folder: Path) -> None:
-    """Draw alpha by trained tokens in the last stage (four files of results/curves/).
-
-    Methods measure alpha at different places, so each curve has axes of its own. The
-    solid line is held-out alpha, the dashed one `eval_alpha`.
-    """
-    drawn = [(path.stem, json.loads(path.read_text())[-1]) for path in paths]
-    with picture(
-        folder / "curves.svg", "Acceptance while training", 2, 2, (10, 6.7)
-    ) as axes:
-        for place, (name, rows) in zip(axes, drawn):
-            tokens = [row["tokens"] / 1e6 for row in rows]
-            alphas = [row["alpha"] for row in rows]
-            line = {"color": colour(name), "linewidth": 2}
-            place.plot(tokens, alphas, "-", label="held-out text", **line)
-            answers = [row["eval_alpha"] for row in rows]
-            place.plot(tokens, answers, "--", label="answers", **line)
-            place.set(title=name, xlabel="million token-steps", ylabel="alpha")
-            place.legend(loc="lower right")
-
-
-# --------------------------------------------------------------------------- measuring
 
 
 def costs(curve: dict, folder: Path) -> None:

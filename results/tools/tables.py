@@ -191,12 +191,11 @@ def written(text: str) -> str:
     return TABLE.sub(anew, text)
 
 
-LAST_STAGE = ("glide", "specdecpp", "falcon", "ctc_drafter")  # of curves.svg
 LENGTH_ARMS = ("glide", "specdecpp", "falcon", "ctc_drafter", "lookup")
 
 
 def draw() -> None:
-    """The pictures of results/README.md and checkpoints/README.md."""
+    """The pictures of results/README.md and results/log.md."""
     folder = claims.RESULTS / "pictures"
     pictures.costs(claims.read("cpu_cost.json")["cost_curve"], folder)
     pictures.lengths(claims.read("cpu_lengths.json")["lengths"], LENGTH_ARMS, folder)
@@ -204,8 +203,6 @@ def draw() -> None:
     costs = {"t_draft": stop_rules.COST, "t_target": 1.0}
     points = {r: stop_rules.points(answers, r, **costs) for r in stop_rules.RULES}
     pictures.stop_rules(points, folder)
-    curves = [claims.RESULTS / "curves" / f"{name}.json" for name in LAST_STAGE]
-    pictures.curves(curves, folder)
 
 
 def main() -> None:

@@ -100,6 +100,8 @@ def read_conversations(
     if not sequences:
         reasons = "; ".join(notes[:3]) or "it is empty"
         raise common.UserError(f"{path} holds nothing to learn from: {reasons}")
+    if (more := len(notes) - 10) > 0:
+        notes[10:] = [f"and {more} more reasons"]
     if skipped:
         notes.append(f"skipped {len(lines) - len(sequences)} of {len(lines)} lines")
     if unread:

@@ -20,10 +20,9 @@ a window is one position too long
 a target that has changed is not tried again
 - if _TRIED.get(target) != state: --> if target not in _TRIED:
 a trial writes in the target's own config
-- model = copy.deepcopy(target, {id(x): x for x in shared}) --> pass
+- value = copy.deepcopy(value, memo) --> pass
 a trial writes in the tables of the target's rotary embedding
-- shared = [*target.parameters(), *target.state_dict(keep_vars=True).values()]
-+ shared = [*target.parameters(), *target.buffers()]
+- twin._buffers[name] = copy.deepcopy(twin._buffers[name]) --> pass
 a target is tried once for all that wraps it
 - _check_parts(target, kernel, adapters)
 + _TRIED.get(target) == state or _check_parts(target, kernel, adapters)
@@ -358,7 +357,7 @@ measurements change the random numbers that follow
 - with torch.random.fork_rng(): --> with contextlib.nullcontext():
 answers that are too short for a method are not noticed
 - if not model(features.batch([most], 0.0))[1] > 0: --> if False:
-a stop waits for the end of a measurement
+a measurement that a stop cut short is kept
 - return None if caught else rates --> return rates
 
 # support/training/data.py
