@@ -4,10 +4,8 @@ import copy
 import itertools
 import json
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
-import batches
 import pytest
 import torch
 from chat import TURNS, command, refused
@@ -131,30 +129,6 @@ def test_transformers_own_settings_are_none_of_ours():
     assert bench.generate_options(parse(sampling)) == expected
     greedy = bench.generate_options(parse(command()))
     assert greedy == {"do_sample": False, "max_new_tokens": 12}
-
-
-def test_batches_are_timed_by_size(capsys):
-    words = "--target target --prompts prompts.jsonl --max-new-tokens 6 --method"
-    argv = [
-        *words.split(),
-        "glide@glide",
-        "--json",
-        "batches.json",
-        "--sizes",
-        "1",
-        "2",
-    ]
-    batches.main(argv)
-    assert "leaves greedy" not in capsys.readouterr().err
-    sizes = json.loads(Path("batches.json").read_text())["sizes"]
-    for size, count in (("1", 2), ("2", 1)):
-        tokens = [arm["by_prompt"]["tokens"] for arm in sizes[size].values()]
-        assert all(each == tokens[0] for each in tokens)
-        assert len(tokens[0]) == count and sizes[size]["glide@glide"]["speedup"] > 0
-    with refused("2 prompts fill no batch of 4"):
-        batches.main([*argv, "4"])
-    with refused("answer one at a time"):
-        batches.main([*argv, "--method", "prompt-lookup"])
 
 
 # ----------------------------------------------------------------------------- protocol

@@ -1,5 +1,5 @@
 """The tools of results/tools/ that measure: stop_rules.py (a record counts what
-decoding does; rules and figures by hand), costs.py and lengths.py.
+decoding does; rules and figures by hand), costs.py, lengths.py and batches.py.
 """
 
 import ast
@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
+import batches
 import costs
 import lengths
 import pytest
@@ -265,6 +266,7 @@ def test_a_cost_curve_is_printed_and_written(measured, capsys, monkeypatch, tmp_
     assert "at 32 tokens of context" in capsys.readouterr().out
     curve = json.loads(Path(file).read_text())["cost_curve"]
     assert list(curve["by_tokens"]) == list(map(str, costs.COUNTS))
+    assert list(json.loads(Path(file).read_text())["reading"]) == ["256"]
 
 
 def test_the_cost_of_a_forward_is_the_median_after_a_warm_up(llama, monkeypatch):
@@ -299,3 +301,28 @@ def test_arms_are_timed_by_the_length_of_the_prompt(
     assert "leaves greedy decoding" not in noted.err and "glide@glide" in noted.out
     with refused("prompt-lookup and assisted keep no cache"):
         lengths.main(command(method="prompt-lookup"))
+
+
+def test_batches_are_timed_by_size(measured, monkeypatch, capsys):
+    monkeypatch.chdir(measured)
+    words = "--target target --prompts prompts.jsonl --max-new-tokens 6 --method"
+    argv = [
+        *words.split(),
+        "glide@glide",
+        "--json",
+        "batches.json",
+        "--sizes",
+        "1",
+        "2",
+    ]
+    batches.main(argv)
+    assert "leaves greedy" not in capsys.readouterr().err
+    sizes = json.loads(Path("batches.json").read_text())["sizes"]
+    for size, count in (("1", 2), ("2", 1)):
+        tokens = [arm["by_prompt"]["tokens"] for arm in sizes[size].values()]
+        assert all(each == tokens[0] for each in tokens)
+        assert len(tokens[0]) == count and sizes[size]["glide@glide"]["speedup"] > 0
+    with refused("2 prompts fill no batch of 4"):
+        batches.main([*argv, "4"])
+    with refused("answer one at a time"):
+        batches.main([*argv, "--method", "prompt-lookup"])
