@@ -281,8 +281,9 @@ class Decoding:
         self.logits_processor = given.pop("logits_processor", None)
         self.stopping_criteria = given.pop("stopping_criteria")
         self.generation_config = given.pop("generation_config")
-        self.state = check_target(target)
-        self.state += _check_request(target, input_ids, self.generation_config, given)
+        state = check_target(target)
+        reach = _check_request(target, input_ids, self.generation_config, given)
+        self.state = (*state, reach)
         self.target = target
         self.ids = input_ids.long()
         self.do_sample = self.generation_config.do_sample
@@ -1358,11 +1359,11 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
     return float(errors.nan_to_num(math.inf).max())
 
 
-def _check_request(target, input_ids: Tensor, generation_config, given: dict) -> tuple:
+def _check_request(target, input_ids: Tensor, generation_config, given: dict) -> float:
     """Raise a UserError if this request cannot be decoded by token trees.
 
     given: the other arguments that transformers hands on.
-    Returns (how long a text may get, given the length of the prompt,).
+    Returns how long a text may get, given the length of the prompt.
     """
     unfit = [name for name, x in given.items() if isinstance(x, Tensor)]
     unfit = sorted({*unfit} - {"attention_mask", "cache_position", "position_ids"})
@@ -1424,7 +1425,7 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
         ),
     )
     check_ids(target, input_ids)
-    return (reach,)
+    return reach
 
 
 def _check_processors(decoding: Decoding) -> None:

@@ -59,10 +59,8 @@ def options() -> cli.OneLineParser:
     text = "minutes to train instead, resumed runs included"
     add("--minutes", type=number(float, 1e-3), help=text)
     add("--resume", action="store_true", help="continue the run in --out")
-    text = (
-        "start from this drafter's weights and draft vocabulary (--draft-vocab chooses "
-    )
-    add("--init", metavar="DIR", help=f"{text}a new one); --resume ignores it")
+    text = "start from this drafter (--draft-vocab chooses a new vocabulary)"
+    add("--init", metavar="DIR", help=f"{text}; --resume ignores it")
     text = "keep the target's features here, in bfloat16 (3 kB a token for the default "
     add("--features", metavar="DIR", help=f"{text}target)")
     add("--batch-size", type=count, default=4, help="conversations per step")
