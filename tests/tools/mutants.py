@@ -43,8 +43,8 @@ the first rows are kept, not the accepted ones
 rejected rows stay in the cache
 - self.cache.cut(prefix + len(kept)) --> pass
 a cache that grows loses its newest row
-- F.pad(buffer[..., :length, :], (0, 0, 0, end + spare - length))
-+ F.pad(buffer[..., : length - 1, :], (0, 0, 0, end + spare - length + 1))
+- old_rows = [x[:, :, :old] for x in self.buffers]
++ old_rows = [F.pad(x[:, :, : old - 1], (0, 0, 0, 1)) for x in self.buffers]
 a drafter keeps the rows of rejected tokens
 - agreed = int(same.cumprod(0).sum()) --> agreed = end
 nothing may be left to feed
@@ -83,8 +83,8 @@ sampling: no residual
 a draw of 0 takes the first token, even one of probability 0
 - drawn, right=True) --> drawn)
 the hidden states of a round take the place of older ones
-- self.buffer = appended(self.buffer, prefix, hidden[None, : len(kept)])
-+ self.buffer = appended(self.buffer, max(0, prefix - 1), hidden[None, : len(kept)])
+- torch.cat([self.hidden, hidden[None, : len(kept)]], dim=1)
++ torch.cat([self.hidden, hidden[None, -len(kept) :]], dim=1)
 no place is left for the bonus token
 - max_length - self.ids.shape[1] - 1 --> max_length - self.ids.shape[1]
 a draft token is drawn from another distribution than is reported
@@ -115,12 +115,11 @@ a window is never renewed
 - return self.decoding.done or self.decoding.ids.shape[1] > self.end
 + return self.decoding.done
 rows behind an edit are kept
-- self.cached = int(same.cumprod(0).sum())  # leading
-+ self.cached = int(same.sum())  # leading
+- kept = int(same.cumprod(0).sum()) --> kept = int(same.sum())
 rows of an interrupted round are kept
-- self.cache.cut(self.cached) --> pass
+- self.cache.cut(kept) --> pass
 a cache is taken over twice
-- after.cache = after.buffer = None --> pass
+- after.cache = after.hidden = None --> pass
 rows of a target that has changed are kept
 - if after.state != self.state: --> if False:
 the loss of a router is computed while decoding
