@@ -1,15 +1,15 @@
 """Shared code: verify a draft, decode, load a target and a drafter.
 
 A method is a generator of drafts. Given a Decoding, the state of one answer, it yields
-one Draft per round until `decoding.done`, and the Decoding commits what the target
-accepts of each before the next one is asked for:
+one Draft per round until `decoding.done`. After each, `verify` commits the tokens of
+the draft that the target accepts:
 
     for draft in glide.drafts(decoding, drafter):
         decoding.verify(draft)
 
 All methods share the first part, so read it before any of them: Draft, `score`, `walk`,
 `rejection_sample`, Decoding, `pick`, `speculate`, `windowed`. It ends at the line
-"Reading can stop here". The rest is for looking up: masks and forwards, KV caches, what
+"Reading can stop here". The rest is for looking up: `start`, forwards, KV caches, what
 methods need from a target and from a drafter (DraftCache and Batch, above all), and
 what is refused and why.
 
@@ -154,6 +154,31 @@ def tree_mask(parents: list[int]) -> Tensor:
     return sees
 
 
+def tree_inputs(target, ids: Tensor, draft: Draft) -> tuple:
+    """What the target reads: ids, attention masks and positions of root and nodes.
+
+    Returns ids (1, N + 1); masks {kind of layer: (1, 1, N + 1, P + N + 1)}, in the
+    target's dtype, to be added to the scores; positions (1, N + 1).
+    """
+    prefix = ids.shape[1] - 1  # P
+    fed = torch.cat([ids[0, -1:], draft.tokens])[None]
+    # Nodes of one depth share a position. Sliding windows are therefore counted in
+    # positions and not in cache rows.
+    positions = prefix + torch.tensor([0, *draft.depths()])
+    query = positions[:, None]
+    key = torch.cat([torch.arange(prefix), positions])  # (P + N + 1,)
+    # All of them see the P cached rows.
+    sees = F.pad(tree_mask(draft.parents), (prefix, 0), value=True)
+    masks = {}
+    for kind, window in sliding_windows(target).items():
+        reach = sees if window is None else sees & (query - key < window)
+        # Not a boolean mask, because eager attention would add it as 0 and 1.
+        mask = torch.zeros(reach.shape, dtype=target.dtype)
+        mask.masked_fill_(~reach, torch.finfo(target.dtype).min)
+        masks[kind] = mask[None, None].to(target.device)
+    return fed, masks, positions[None].to(fed.device)
+
+
 @torch.no_grad()
 def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
     """One target forward over root and nodes.
@@ -164,8 +189,7 @@ def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
     """
     prefix = ids.shape[1] - 1  # P
     assert cache.get_seq_length() == prefix, "all tokens but the newest must be cached"
-    fed, masks, positions = tree_inputs(target, ids, draft)  # masks: from tree_mask
-    return forward(target, fed, cache, masks, positions)
+    return forward(target, cache, *tree_inputs(target, ids, draft))
 
 
 def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
@@ -206,11 +230,10 @@ def rejection_sample(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> in
         after a rejection          .15   .50   .00    .65    max(p - q, 0)
 
     The token x is drafted with probability q(x) and then accepted with probability
-    min(1, p(x) / q(x)), which makes min(p(x), q(x)) together. max(p(x) - q(x), 0) is
-    still missing from p(x), and the sum of all that is missing is the probability of a
+    min(1, p(x) / q(x)), which makes min(p(x), q(x)) together. p(x) exceeds this by
+    max(p(x) - q(x), 0), and the sum of these over all x is the probability of a
     rejection, here .65. After a rejection we therefore sample from the residual, which
-    is max(p - q, 0) divided by its sum. It supplies exactly what is missing, and the
-    last two rows of the table add up to p.
+    adds exactly what p has in excess: the last two rows of the table add up to p.
 
     siblings: (token, q_draft (V,)) of the children that the drafter has sampled, in the
         order of sampling. Each q_draft must be the distribution that its token was
@@ -258,7 +281,7 @@ class Decoding:
         max_depth             how deep a draft may be
         do_sample             whether tokens are sampled, or the argmax is taken
         eos_ids               the end-of-sequence ids, a set
-        first                 the text's first token that a drafter sees (see View)
+        first                 0; in a View, where the text that a drafter sees begins
 
     After a round that accepted x_4 and added the bonus token x_5:
 
@@ -273,7 +296,7 @@ class Decoding:
     Raises UserError for a target or a request that cannot be decoded with token trees.
     """
 
-    first = 0  # a View has another one
+    first = 0
 
     def __init__(self, target, input_ids: Tensor, after=None, **given):
         if "stopping_criteria" not in given:
@@ -377,7 +400,8 @@ class Decoding:
 
         path, tokens = walk(draft, choose, ended)
         # The forward cached a row for the root and for each node. Keep the root's row
-        # and those of the accepted nodes, except for a last one that ended the answer.
+        # and those of the accepted nodes, but not of one that ended the answer: as in
+        # every round, all committed tokens but the newest are cached.
         kept = [0, *(node + 1 for node in path)][: len(tokens)]
         if kept != list(range(len(kept))):  # a chain's accepted rows are in place
             rows = torch.tensor(kept, device=hidden.device)
@@ -428,7 +452,8 @@ def speculate(drafts, *args, streamer=None, callback=None, **changes):
     gets only the prompt, `assistant_model` has no effect, and in place of
     `stop_strings` pass stopping_criteria=[StopStringCriteria(tokenizer, [...])]. A
     cache that you pass is never used. Logits processors are called on draft tokens as
-    well, so they must depend on nothing but the ids.
+    well, so they must depend on nothing but the ids. Stopping criteria get None as
+    their scores.
     """
 
     def generate(target, input_ids, **given):
@@ -450,6 +475,76 @@ def speculate(drafts, *args, streamer=None, callback=None, **changes):
         return decoding.ids
 
     return generate
+
+
+WINDOW = 256  # tokens
+
+
+class View:
+    """A Decoding as a drafter sees it: the newest tokens of the text.
+
+    Its ids, hidden states and rows begin with token `first` of the text. The rest is
+    the Decoding's own.
+    """
+
+    def __init__(self, decoding: Decoding, first: int):
+        self.decoding, self.first = decoding, first
+
+    def __getattr__(self, name: str):
+        return getattr(self.decoding, name)
+
+    @property
+    def ids(self) -> Tensor:
+        return self.decoding.ids[:, self.first :]
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.decoding.hidden[:, self.first :]
+
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.decoding.rows(layer)
+        return keys[:, :, self.first :], values[:, :, self.first :]
+
+
+def windowed(drafts):
+    """Show the drafter of a method's `drafts` only a window of the text.
+
+    A drafter learns on texts of a few hundred tokens, and beyond that length its drafts
+    get worse while its passes get slower (LongSpec, arXiv:2502.17421, names the
+    problem). It is therefore shown at most 2 x `window` tokens. When the text is longer
+    than that, it begins anew with the newest `window`. The target reads all of it.
+
+    With window=None the drafter, like the target, sees the whole text. The window
+    changes the speed of an answer and not the answer, because verification does not
+    depend on how a draft was made.
+    """
+
+    @functools.wraps(drafts)
+    def renewed(decoding, drafter, window: int | None = WINDOW, **changes):
+        if window is None:
+            yield from drafts(decoding, drafter, **changes)
+            return
+        if type(window) is not int or window < 1:
+            raise UserError(f"window {window!r}: take an int of at least 1, or None")
+        first = 0
+        while not decoding.done:
+            if decoding.ids.shape[1] - first > 2 * window:
+                first = decoding.ids.shape[1] - window
+            for draft in drafts(View(decoding, first), drafter, **changes):
+                yield draft
+                if decoding.ids.shape[1] > first + 2 * window:
+                    break
+
+    return renewed
+
+
+# ======================================================================================
+#                               Reading can stop here.
+#
+#                What follows is reference, for looking things up.
+# ======================================================================================
+
+# --------------------------------------------------- counts, and a loop of your own
 
 
 @dataclass
@@ -479,11 +574,12 @@ def start(target, after: Decoding | None = None, **inputs) -> Decoding:
             decoding.verify(draft)
 
     inputs: arguments of `generate`; the prompt is given by name, as `input_ids`.
-    after: the Decoding of an earlier turn of a chat. Its cache is taken over as far as
-        its text and the new prompt agree, so only the rest is read. It cannot be used
-        again. A warning says so where its rows do not fit: where the target's adapters,
-        dtype or device have changed, or where the target rotates keys by the length of
-        the text. Other weights or `adapter_names` go unnoticed: pass no `after` then.
+    after: the Decoding of an earlier turn of a chat, which cannot be used again. Its
+        cache is taken over as far as its text and the new prompt agree, so only the
+        rest is read. Where the rows do not fit, a warning says that the whole text is
+        read: where the target's adapters, dtype or device have changed, or where it
+        rotates keys by the length of the text. Other weights or `adapter_names` are not
+        noticed: pass no `after` then.
     """
 
     def begin(target, input_ids, **given):
@@ -494,96 +590,18 @@ def start(target, after: Decoding | None = None, **inputs) -> Decoding:
     return target.generate(**inputs, custom_generate=begin)
 
 
-WINDOW = 256  # tokens
-
-
-class View:
-    """A Decoding as a drafter sees it: the newest tokens of the text.
-
-    Its ids, hidden states and rows begin with token `first` of the text. `done` is also
-    true once the text is longer than `end`. All else is the Decoding's.
-    """
-
-    def __init__(self, decoding: Decoding, first: int, end: int):
-        self.decoding, self.first, self.end = decoding, first, end
-
-    def __getattr__(self, name: str):
-        return getattr(self.decoding, name)
-
-    @property
-    def ids(self) -> Tensor:
-        return self.decoding.ids[:, self.first :]
-
-    @property
-    def hidden(self) -> Tensor:
-        return self.decoding.hidden[:, self.first :]
-
-    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.decoding.rows(layer)
-        return keys[:, :, self.first :], values[:, :, self.first :]
-
-    @property
-    def done(self) -> bool:
-        return self.decoding.done or self.decoding.ids.shape[1] > self.end
-
-
-def windowed(drafts):
-    """Show the drafter of a method's `drafts` only a window of the text.
-
-    A drafter learns on texts of a few hundred tokens, and beyond that length its drafts
-    get worse while its passes get slower (LongSpec, arXiv:2502.17421, names the
-    problem). It is therefore shown at most 2 x `window` tokens. When the text is longer
-    than that, it begins anew with the newest `window`. The target reads all of it.
-
-    With window=None the drafter, like the target, sees the whole text. The window
-    changes the speed of an answer and not the answer, because verification does not
-    depend on how a draft was made.
-    """
-
-    @functools.wraps(drafts)
-    def renewed(decoding, drafter, window: int | None = WINDOW, **changes):
-        if window is None:
-            yield from drafts(decoding, drafter, **changes)
-            return
-        if type(window) is not int or window < 1:
-            raise UserError(f"window {window!r}: take an int of at least 1, or None")
-        first = 0
-        while not decoding.done:
-            if decoding.ids.shape[1] - first > 2 * window:
-                first = decoding.ids.shape[1] - window
-            view = View(decoding, first, first + 2 * window)
-            yield from drafts(view, drafter, **changes)
-
-    return renewed
-
-
-# ======================================================================================
-#                               Reading can stop here.
-#
-#                What follows is reference, for looking things up.
-# ======================================================================================
-
 # ---------------------------------------------- what verifying and drafting are made of
 
 
-def tree_inputs(target, ids: Tensor, draft: Draft) -> tuple:
-    """What the target reads: ids (1, n), attention masks and positions (1, n)."""
-    fed = torch.cat([ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
-    depths = torch.tensor([0, *draft.depths()])
-    positions = ids.shape[1] - 1 + depths  # nodes of one depth share a position
-    masks = attention_masks(target, tree_mask(draft.parents), positions)
-    return fed, masks, positions[None].to(fed.device)
-
-
-def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tensor]:
+def forward(target, cache, fed: Tensor, masks, positions) -> tuple[Tensor, Tensor]:
     """Feed ids (1, n); returns logits (n, V) and last hidden states (n, D).
 
-    masks: {kind of layer: mask}, from `attention_masks`.
+    masks, positions: from `tree_inputs`. masks: None for a plain text.
     """
-    # A model with several kinds of layers takes a mask for each kind, others just one.
-    mask = masks if len(masks) > 1 else next(iter(masks.values()))
-    if fed.shape[1] == 1:  # a root without nodes needs none
-        mask = None
+    mask = None
+    if masks and fed.shape[1] > 1:  # a root without nodes needs none
+        # A model with several kinds of layers takes a mask for each, others just one.
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
     options = OPTIONS | {"output_hidden_states": True, CACHE: cache}
     output = target(fed, attention_mask=mask, position_ids=positions, **options)
     return output.logits[0], output.hidden_states[-1][0]
@@ -606,39 +624,13 @@ if CACHE not in inspect.signature(LlamaAttention.forward).parameters:
 OPTIONS = {"use_cache": True, "output_attentions": False, "output_router_logits": False}
 
 
-def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor]:
-    """The target's attention masks for n tokens after P cached rows, by kind of layer.
-
-    sees: (n, n) bool, of the tokens among themselves; all see the P cached rows.
-    positions: (n,) of the tokens; the first is at P, the cached rows at 0 to P - 1.
-    Returns {kind: (1, 1, n, P + n)}, in the target's dtype, to be added to the scores.
-    """
-    prefix = int(positions[0])  # P
-    window = getattr(decoder_config(target), "sliding_window", None)
-    sees = F.pad(sees, (prefix, 0), value=True)  # (n, P + n)
-    query = positions[:, None]
-    key = torch.cat([torch.arange(prefix), positions])  # (P + n,)
-    masks = {}
-    for kind in layer_kinds(target):
-        reach = sees
-        # Distance is counted in positions, not in cache rows, because siblings share a
-        # position.
-        if kind == "sliding_attention":
-            reach = sees & (query - key < window)
-        # Not a boolean mask, because eager attention would add it as 0 and 1.
-        mask = torch.zeros(reach.shape, dtype=target.dtype)
-        mask.masked_fill_(~reach, torch.finfo(target.dtype).min)
-        masks[kind] = mask[None, None].to(target.device)
-    return masks
-
-
-def layer_kinds(target) -> list[str]:
-    """The kinds of attention in the target's layers, as its config names them."""
+def sliding_windows(target) -> dict[str, int | None]:
+    """{kind of attention: its window, or None}, as the target's config names them."""
     config = decoder_config(target)
-    if named := getattr(config, "layer_types", None):
-        return sorted(set(named))
     window = getattr(config, "sliding_window", None)
-    return ["sliding_attention" if window else "full_attention"]
+    kinds = getattr(config, "layer_types", None)
+    kinds = kinds or ["sliding_attention" if window else "full_attention"]
+    return {x: window if x == "sliding_attention" else None for x in sorted(set(kinds))}
 
 
 def decoder_config(target):
@@ -882,7 +874,7 @@ def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         given = [like, position_ids]
         if "layer_type" in inspect.signature(module.forward).parameters:  # Gemma-3
             given.append(target.config.get_text_config().layer_types[layer])
-        with contextlib.suppress(KeyError):  # Beam's full layers do not rotate
+        with contextlib.suppress(KeyError):  # the model Beam: full layers do not rotate
             tables = module(*given)
     if tables is None:  # as with learned positions (GPT-2, OPT): rotate by zero
         one = torch.ones(*position_ids.shape, 2, dtype=like.dtype, device=like.device)
@@ -1016,7 +1008,7 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
         # LoRA has renamed the weights that it adapts, and those of a quantised or
         # offloaded layer cannot be copied. A drafter learns without such a start.
         other = source.get(name)
-        if not is_plain_weight(other) or other.shape != weight.shape:
+        if other is None or not is_plain_weight(other) or other.shape != weight.shape:
             continue
         parent = theirs.get_submodule(name.rpartition(".")[0])
         # The drafter's norms are RMS norms that scale by w, so ones become w. Leave out
@@ -1075,14 +1067,12 @@ def read_drafter(Drafter, path, **hub):
     try:
         if is_id:
             file = Path(hf_hub_download(str(path), "config.json", **hub))
-        sizes = json.loads(file.read_bytes())["target"].values()
-        whole = len(sizes) > 0 and all(type(x) is int and x > 0 for x in sizes)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{damaged} ({one_line(error)}); {remedy}") from error
-    if not whole:
-        raise UserError(f"{damaged} (config.json has no target); {remedy}")
-    # The method's code may rely on these sizes, so any other kind of error is a bug.
-    try:
+        config = json.loads(file.read_bytes())
+        sizes = config.get("target") if isinstance(config, dict) else None
+        sizes = sizes.values() if isinstance(sizes, dict) else ()
+        if not sizes or not all(type(x) is int and x > 0 for x in sizes):
+            raise ValueError("config.json has no target")
+        # The method's code may rely on these sizes. Other kinds of errors are bugs.
         with contextlib.redirect_stdout(io.StringIO()):  # the hub's loader prints
             return Drafter.from_pretrained(str(path), strict=True, **hub)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -1125,14 +1115,12 @@ def check_drafter(drafter, Drafter, target) -> None:
     if not isinstance(drafter, Drafter):
         raise UserError(f"the drafter is a {type(drafter)}: load a {Drafter}")
     made_for = drafter.config.target
-    wrong = []
-    for name, size in target_shape(target).items():
-        if made_for.get(name) != size:
-            wrong.append(f"{name} {made_for.get(name)} != {size}")
+    sizes = target_shape(target).items()
+    wrong = [f"{x} {made_for.get(x)} != {n}" for x, n in sizes if made_for.get(x) != n]
     if wrong:
-        wrong = ", ".join(wrong)
         raise UserError(
-            f"the drafter is for another target ({wrong}): train one with train.py"
+            f"the drafter is for another target ({', '.join(wrong)}): train one with "
+            "train.py"
         )
     weight = next(drafter.parameters())
     own = f"{weight.dtype} on {weight.device}"
@@ -1145,8 +1133,7 @@ def check_drafter(drafter, Drafter, target) -> None:
 
 def decode_fields(config) -> list[str]:
     """The fields that may change after training, of a Config or of such a class."""
-    options = dataclasses.fields(config)
-    return [option.name for option in options if option.metadata.get("decode")]
+    return [x.name for x in dataclasses.fields(config) if x.metadata.get("decode")]
 
 
 def changed(config, changes: dict):
@@ -1186,20 +1173,19 @@ def check_target(target) -> tuple:
             names = getattr(module, "active_adapters", None)
             disabled = getattr(module, "disable_adapters", False) is True
             active += names if isinstance(names, list) and not disabled else []
-        window = getattr(decoder_config(target), "sliding_window", None)
         kernel = str(target.config.get_text_config()._attn_implementation)
         placed = target.dtype, str(target.device), target.training
-        state = kernel, *placed, window, *layer_kinds(target), *active
+        state = kernel, *placed, *sliding_windows(target).items(), *active
         # Learned prompts may have come without any new module.
         _check_parts(target, kernel, adapters)
         if _TRIED.get(target) != state:
-            _try_tree(target, window)
+            _try_tree(target)
             _TRIED[target] = state
     return state
 
 
 def _check_parts(target, kernel: str, adapters: dict) -> None:
-    """Raise a UserError for what a trial does not show, because it is short.
+    """Raise a UserError for what the trial is too short to show.
 
     adapters: PEFT's configs, by name.
     """
@@ -1207,7 +1193,7 @@ def _check_parts(target, kernel: str, adapters: dict) -> None:
     devices = {str(x.device) for x in target.parameters()} - {"meta"}
     # Llama 4 attends in chunks, DeepSeek-V3.2 through an indexer. GPT-Neo and Doge
     # count rows of the cache, of which a tree has several at one position.
-    unfit = {*layer_kinds(target)} - {"full_attention", "sliding_attention"}
+    unfit = {*sliding_windows(target)} - {"full_attention", "sliding_attention"}
     rows_counted = "local" in getattr(config, "attention_layers", ())
     if rows_counted or hasattr(config, "keep_window_size"):
         unfit.add("it counts cache rows")
@@ -1234,11 +1220,8 @@ def _check_parts(target, kernel: str, adapters: dict) -> None:
     )
 
 
-def _try_tree(target, window: int | None) -> None:
-    """Raise a UserError unless a tree gives what a plain forward gives, up to rounding.
-
-    window: the target's sliding window.
-    """
+def _try_tree(target) -> None:
+    """Raise a UserError unless a tree and a plain forward agree, up to rounding."""
     half = target.dtype in (torch.float16, torch.bfloat16)
     tolerance = 0.15 if half else 2e-3
     cause = None
@@ -1248,13 +1231,14 @@ def _try_tree(target, window: int | None) -> None:
         # target is tried itself, so a window that it does not read is not noticed.
         if not any("forward" in vars(module) for module in target.modules()):
             model = _twin(target, {})
-            if window:  # shorter than the text of the trial
-                decoder_config(model).sliding_window = 3
+            config = decoder_config(model)
+            if getattr(config, "sliding_window", None):
+                config.sliding_window = 3  # shorter than the text of the trial
         error = _compare(model)
         what = f"its logits or last hidden states are off by {error:.1%}"
     except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as problem:  # models raise many kinds
+    except Exception as problem:  # models raise errors of many kinds
         cause, error = problem, math.inf
         what = f"{type(problem).__name__}: {one_line(problem)}"
     if not error <= tolerance:
@@ -1305,11 +1289,11 @@ def _compare(target) -> float:
                 `---- t_4
     """
     config = target.config.get_text_config()
-    # Not the first ids: what a model makes of special tokens may be far from ordinary.
+    # Not the first ids: special tokens may behave unlike ordinary ones.
     ids = config.vocab_size * torch.arange(1, 8, device=target.device)[None] // 8
     cache = GrowingCache(config.num_hidden_layers)
     positions = torch.arange(7, device=ids.device)[None]
-    plain = forward(target, ids, cache, {"all": None}, positions)
+    plain = forward(target, cache, ids, None, positions)
 
     cache.cut(2)
     fed = torch.tensor([0] * 8 + [3, 0, 4])
@@ -1335,7 +1319,7 @@ def _compare(target) -> float:
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:
-    """The largest relative error of rows (n, ...); inf for what is not a number."""
+    """The largest relative error of rows (n, ...); inf for NaN."""
     # Some models forbid tokens by logits of -inf.
     never = ours.isneginf() & theirs.isneginf()
     ours, theirs = (x.float().masked_fill(never, 0) for x in (ours, theirs))
@@ -1363,7 +1347,7 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
         unfit.append("a cache that holds tokens (see common.start)")
     mask = given.get("attention_mask")
     padded = mask is not None and (mask.shape != input_ids.shape or not mask.all())
-    positions = given.pop("position_ids", None)
+    positions = given.get("position_ids")
     if positions is not None and not padded:  # Qwen-VL makes several rows, (3, 1, T)
         counted = torch.arange(input_ids.shape[1], device=positions.device)
         if not all(row.equal(counted) for row in positions.flatten(0, -2)):
@@ -1384,7 +1368,7 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
         (
             unfit,
             f"token trees do not work with {', '.join(unfit)}: leave it out, or set to "
-            "None what asks for it",
+            "None the option that asks for it",
         ),
         (
             several,
@@ -1437,27 +1421,25 @@ def _answers_by_ids(processor, decoding: Decoding) -> bool:
     """Whether a logits processor gives the same answer about the same text again."""
     vocab = decoding.target.config.get_text_config().vocab_size
     scores = torch.linspace(-1, 1, vocab, device=decoding.ids.device)[None]
-    answers = []
-    states = []  # what it keeps, such as a count of its calls
 
-    def ask(text: Tensor) -> Tensor:
-        answers.append(processor(text, scores.clone()))
-        states.append(repr(getattr(processor, "__dict__", None)))
-        return answers[-1]
+    def ask(text: Tensor) -> tuple[Tensor, str]:
+        """The scores after a text, and what the processor keeps, such as a count."""
+        asked = processor(text, scores.clone())
+        return asked, repr(getattr(processor, "__dict__", None))
 
-    short = decoding.ids
-    allowed = ask(short).clone()
+    short = longer = decoding.ids
+    before = ask(short)[0]
+    allowed = before.clone()
     # Plain decoding never asks about a text that has ended.
-    allowed[:, list(decoding.eos_ids)] = float("-inf")
-    longer = short
+    allowed[:, [x for x in decoding.eos_ids if x < vocab]] = float("-inf")
     if allowed.max() > float("-inf"):
         longer = torch.cat([short, allowed.argmax(-1)[None]], dim=1)
-    for text in (longer, short, short, longer, longer):
-        ask(text)
-    pairs = ((0, 2), (2, 3), (1, 4), (4, 5))  # calls about the same text
-    same = all(answers[i].equal(answers[j]) for i, j in pairs)
-    # The first calls may prepare something, but a count never ends.
-    return same and states[2] == states[3] and states[4] == states[5]
+    # The first calls may prepare something. Later ones must leave no trace.
+    for text, first in ((short, before), (longer, ask(longer)[0])):
+        (second, kept), (third, kept_then) = ask(text), ask(text)
+        if not first.equal(second) or not second.equal(third) or kept != kept_then:
+            return False
+    return True
 
 
 def check_ids(target, ids: Tensor) -> None:

@@ -55,7 +55,7 @@ def test_greedy_answers_stay_the_targets_own_beyond_every_window(method, name):
     target = family(name, vocab_size=13, **more)
     if "num_local_experts" in more:
         target = target.float()  # experts have no float64
-    sliding = "sliding_attention" in common.layer_kinds(target)
+    sliding = "sliding_attention" in common.sliding_windows(target)
     assert sliding == ("sliding_window" in more)
     windows = ({}, {"window": 1}, {"window": 5}) if method in METHODS else ({},)
     for length in (1, 3, 30):

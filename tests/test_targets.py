@@ -468,7 +468,7 @@ def test_keys_that_a_model_does_not_read_are_refused_with_the_remedy(name, lefto
     for key in LEFTOVER[leftover]:
         delattr(target.config, key)
     common.check_target(target)
-    assert common.layer_kinds(target) == ["full_attention"]
+    assert common.sliding_windows(target) == {"full_attention": None}
 
 
 @pytest.mark.parametrize("method", ["glide", "specdecpp", "falcon", "ctc_drafter"])

@@ -13,10 +13,10 @@ TEXT = r"""
 a node sees the root and itself only
 - sees[node + 1] |= sees[parent + 1] --> sees[node + 1] |= sees[0]
 positions count rows, not levels
-- positions = ids.shape[1] - 1 + depths
-+ positions = ids.shape[1] - 1 + torch.arange(len(depths))
+- positions = prefix + torch.tensor([0, *draft.depths()])
++ positions = prefix + torch.arange(len(draft.tokens) + 1)
 a window is one position too long
-- reach = sees & (query - key < window --> reach = sees & (query - key <= window
+- else sees & (query - key < window) --> else sees & (query - key <= window)
 a target that has changed is not tried again
 - if _TRIED.get(target) != state: --> if target not in _TRIED:
 a trial writes in the target's own config
@@ -31,13 +31,13 @@ a trial takes a fault for rounding
 in a trial the second round is not compared
 - torch.cat([one[kept], two[:3:2]]) --> torch.cat([one[kept], right[5:]])
 the state of a processor is not compared
-- return same and states[2] == states[3] and states[4] == states[5] --> return same
+- or kept != kept_then: --> or False:
 a processor is not asked again after a longer text
-- ((0, 2), (2, 3), (1, 4), (4, 5)) --> ((2, 3), (4, 5))
+- if not first.equal(second) or --> if
 a window that the model does not read is not noticed
-- decoder_config(model).sliding_window = 3 --> pass
+- config.sliding_window = 3  # --> pass  #
 a processor is asked about a text that has ended
-- allowed[:, list(decoding.eos_ids)] = float("-inf") --> pass
+- allowed[:, [x for x in decoding.eos_ids if x < vocab]] = float("-inf") --> pass
 the first rows are kept, not the accepted ones
 - self.cache.move(prefix + rows, prefix) --> pass
 rejected rows stay in the cache
@@ -101,8 +101,7 @@ queries turn the other way than keys
 - rotated = rotated * cos + rotate_half(rotated) * sin
 + rotated = rotated * cos - rotate_half(rotated) * sin
 Mistral is decoded beyond its window
-- return ["sliding_attention" if window else "full_attention"]
-+ return ["full_attention"]
+- ["sliding_attention" if window else "full_attention"] --> ["full_attention"]
 a head that is quantised is read as if it were not
 - if not isinstance(head, nn.Linear) or not is_plain_weight(head.weight): --> if False:
 a target without some of its weights is random there
@@ -112,8 +111,7 @@ a renewed drafter sees a token more
 a renewed drafter reads the rows of the whole text
 - return keys[:, :, self.first :], values[:, :, self.first :] --> return keys, values
 a window is never renewed
-- return self.decoding.done or self.decoding.ids.shape[1] > self.end
-+ return self.decoding.done
+- if decoding.ids.shape[1] > first + 2 * window: --> if False:
 rows behind an edit are kept
 - kept = int(same.cumprod(0).sum()) --> kept = int(same.sum())
 rows of an interrupted round are kept
