@@ -72,8 +72,8 @@ def joint_score(target, decodings: list, drafts: list) -> list[tuple[Tensor, Ten
     cache.layers = [JointLayer(caches, sizes, n) for n in range(len(caches[0].layers))]
     logits, hidden = common.forward(
         target,
-        torch.cat(fed, dim=1),
         cache,
+        torch.cat(fed, dim=1),
         {kind: joint_mask([own[kind] for own in masks]) for kind in masks[0]},
         torch.cat(positions, dim=1),
     )
