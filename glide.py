@@ -433,10 +433,9 @@ def propose(drafter: Drafter, decoding, memory: Memory):
         token = picked[0]
         new = token[None]  # (1, 1); it is fed only if the caller wants another one
         if decoding.logits_processor:
-            # Logits processors are given the tokens drafted so far, and a grammar, for
-            # one, may allow nothing after the end of a text. Without them,
-            # drafting beyond the end is merely wasted work, and on a GPU that costs
-            # less than waiting for each token to be copied over.
+            # Logits processors are given the tokens drafted so far, and a grammar may
+            # allow nothing after the end of a text. Without them, drafting beyond it is
+            # merely wasted work, which costs less on a GPU than waiting for each token.
             drafted.append(int(token))
             if drafted[-1] in decoding.eos_ids:
                 return
