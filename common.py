@@ -1063,7 +1063,8 @@ def read_drafter(Drafter, path, **hub):
     if not is_id and not file.is_file():
         raise UserError(f"no drafter in {path}; {remedy}")
     method = Drafter.__module__.rpartition(".")[2]  # a copied file may be in a package
-    damaged = f"{path} holds no {method} drafter, or a damaged one"
+    place = f"the hub's {path}" if is_id else path
+    damaged = f"{place} holds no {method} drafter, or a damaged one"
     try:
         if is_id:
             file = Path(hf_hub_download(str(path), "config.json", **hub))
