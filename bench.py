@@ -39,7 +39,7 @@ from support.measuring import command
 
 if __name__ == "__main__":
     # --help and mistakes end here, because the imports below take seconds.
-    cli.run(lambda: command.parse(sys.argv[1:], __doc__))
+    cli.run(lambda: command.read(command.options(__doc__), sys.argv[1:]))
 
 import torch
 import transformers
@@ -283,12 +283,12 @@ def summary(arms, loops, asked: list, answers: dict, greedy: bool) -> dict:
     for arm in [baseline, *arms]:
         numbers = found[arm.name]
         if arm.drafter not in alphas:
-            alphas[arm.drafter] = None
             try:
                 alpha = acceptance_rate(arm, asked, answers[baseline.name])
-                alphas[arm.drafter] = alpha
             except torch.OutOfMemoryError:  # it reads whole texts at once
+                alpha = None
                 print(f"bench.py: no memory for alpha of {arm.name}", file=sys.stderr)
+            alphas[arm.drafter] = alpha
         numbers["alpha"] = alphas[arm.drafter]
         numbers["settings"] = arm.settings
         if greedy:
@@ -309,9 +309,10 @@ def acceptance_rate(arm: Arm, asked: list[dict], answers: list[Answer]) -> float
     total = 0.0
     count = 0
     pairs = list(zip(asked, answers))
+    step = -(-len(pairs) // ALPHA_ANSWERS)  # spread over all of them
     # All drafters are judged on the same text (the baseline's answers), not on what
     # their arms wrote.
-    for number, (inputs, answer) in enumerate(pairs[:ALPHA_ANSWERS]):
+    for number, (inputs, answer) in enumerate(pairs[::step]):
         prompt = inputs["input_ids"]
         ids = torch.cat([prompt, prompt.new_tensor([answer.tokens])], dim=1)  # (1, T)
         place = torch.arange(ids.shape[1], device=ids.device)
@@ -358,7 +359,8 @@ def divergence(target, asked: list, answers: list[Answer], reference: list[Answe
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, and print the tables."""
-    args = command.parse(sys.argv[1:] if argv is None else argv, __doc__)
+    argv = sys.argv[1:] if argv is None else argv
+    args = command.read(command.options(__doc__), argv)
     check(args)
     result = measure(args)
     print(report.tables(result))

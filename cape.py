@@ -16,14 +16,14 @@ CAPE has no weights. It wraps any generator of chains:
 
     speculate(lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4)))
 
-An extra helps only where the trajectory is first rejected, and nothing is drafted after
-an extra, so all of them together add at most one token to a round.
+An extra helps only where the trajectory is first rejected, so all of them together add
+at most one token to a round.
 
 Names that differ from the paper's: p_D is `q_draft`, p_i is `confidences[i - 1]`, K_i
 is `counts[i - 1]`, S is `set_size`, the unexpanded proposal is the `trajectory`, and
 Algorithm 2 is common.tree_inputs.
 
-Deviations from the paper and what the authors' code does: at the end of this file.
+Deviations from the paper and what the authors' code does: at the end.
 Licence: Apache-2.0.
 """
 
@@ -92,13 +92,13 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
         tokens     1   0    2   3    1
         parents   -1   0   -1  -1    0        -1 is the root
 
-    trajectory: a chain with its `probs`, as common.chain makes it; an empty one is
-        returned as it is, without these notes.
+    trajectory: a chain with its `probs`, as common.chain makes it. An empty one is
+        returned unchanged.
     Returns a Draft with {"confidences": [...], "counts": [...]} in its notes. A count
     is S(p_i); X_i is smaller where fewer tokens have a probability above 0.
     Raises UserError for a draft that is not a chain.
     """
-    length = len(trajectory.tokens)  # gamma, or less at the end of an answer
+    length = len(trajectory.tokens)
     if length == 0:
         return trajectory
     is_chain = trajectory.parents == list(range(-1, length - 1))
@@ -145,7 +145,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
 def drafts(chains, **changes):
     """Yield the expansion of each chain. Verify each before you ask for the next one.
 
-    chains: a generator of chains, such as glide.drafts or specdecpp.drafts.
+    chains: a generator of chains, such as glide.drafts(decoding, drafter).
     changes: other values for sizes and bounds, see Config.
     Raises UserError, at the first draft, for other changes and for drafts that are not
     chains.
@@ -174,7 +174,7 @@ if __name__ == "__main__":
 # Deviations from the paper, and choices where it says nothing:
 #  1. The ranges of 4.2 are compared directly. Algorithm 1 looks S up by floor(10 p),
 #     which reads past its end at p = 1, and gives fewer extras at p = .3, .6 and .8.
-#  2. Algorithm 1's 8, 6, 4 and 2 count the drafted token too: 4.2 has 7, 5, 3 and 1.
+#  2. S is that of 4.2. Algorithm 1's 8, 6, 4 and 2 count the drafted token as well.
 #  3. The paper evaluates CAPE greedily (5.1). When sampling, too, the extras are the
 #     most probable tokens; p_i is the largest probability after the logits processors.
 #  4. q_draft is normalised over the draft vocabulary, so confidences are higher.

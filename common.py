@@ -317,15 +317,17 @@ class Decoding:
         config = target.config.get_text_config()
         self.cache = GrowingCache(config.num_hidden_layers)
         empty = (1, 0, config.hidden_size)
-        self.hidden = input_ids.new_empty(empty, dtype=target.dtype)
+        self.buffer = input_ids.new_empty(empty, dtype=target.dtype)  # of hidden
+        self.cached = 0  # P
         if after is not None:
             self._take_over(after)
         # Cache all of the prompt except its last token, which is the first root.
-        prompt = self.ids[:, self.hidden.shape[1] : -1]
+        prompt = self.ids[:, self.cached : -1]
         if prompt.shape[1] > 0:
             # Without logits, which would be T x V numbers.
             hidden = last_hidden(target, prompt, self.cache)
-            self.hidden = torch.cat([self.hidden, hidden], dim=1)
+            self.buffer = appended(self.buffer, self.cached, hidden)
+            self.cached += prompt.shape[1]
 
     def _take_over(self, after: "Decoding") -> None:
         """Keep the rows of `after` as far as its text and this prompt agree."""
@@ -338,12 +340,17 @@ class Decoding:
             warnings.warn("the cached rows do not fit, so the whole text is read anew")
             return
         # This also cuts what an interrupted round left after its P rows.
-        end = min(after.hidden.shape[1], self.ids.shape[1] - 1)
+        end = min(after.cached, self.ids.shape[1] - 1)
         same = after.ids[0, :end] == self.ids[0, :end]
-        kept = int(same.cumprod(0).sum())  # leading tokens that agree
-        self.cache, self.hidden = after.cache, after.hidden[:, :kept]
-        self.cache.cut(kept)
-        after.cache = after.hidden = None
+        self.cached = int(same.cumprod(0).sum())  # leading tokens that agree
+        self.cache, self.buffer = after.cache, after.buffer
+        self.cache.cut(self.cached)
+        after.cache = after.buffer = None
+
+    @property
+    def hidden(self) -> Tensor:
+        """Last hidden states (1, P, D) of the cached tokens."""
+        return self.buffer[:, : self.cached]
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """The target's keys and values (1, Hkv, P, Dh) of a layer."""
@@ -375,7 +382,7 @@ class Decoding:
         The forward has left the rows of the P cached tokens, the root and the N nodes
         in the cache, in this order. logits: (N + 1, V). hidden: (N + 1, D).
         """
-        prefix = self.hidden.shape[1]  # P
+        prefix = self.cached  # P
         sampled = draft.sampled() if self.do_sample else {}
 
         # In greedy decoding each token is the argmax after the tokens before it. The
@@ -408,7 +415,8 @@ class Decoding:
             self.cache.move(prefix + rows, prefix)
             hidden = hidden[rows]
         self.cache.cut(prefix + len(kept))
-        self.hidden = torch.cat([self.hidden, hidden[None, : len(kept)]], dim=1)
+        self.buffer = appended(self.buffer, prefix, hidden[None, : len(kept)])
+        self.cached = prefix + len(kept)
         return path
 
 
@@ -659,6 +667,19 @@ def eos_ids(generation_config) -> set[int]:
 # ---------------------------------------------------------------------------- KV caches
 
 
+def appended(buffer: Tensor, length: int, new: Tensor) -> Tensor:
+    """A buffer (..., rows, D) with `new` (..., n, D) after its first `length` rows.
+
+    It is the same tensor, written to, or a larger copy where there is no room.
+    """
+    end = length + new.shape[-2]
+    if end > buffer.shape[-2]:
+        spare = max(256, end // 8)
+        buffer = F.pad(buffer[..., :length, :], (0, 0, 0, end + spare - length))
+    buffer[..., length:end, :] = new
+    return buffer
+
+
 class GrowingLayer(DynamicLayer):
     """A cache layer that copies old rows only when its buffers are full."""
 
@@ -670,16 +691,11 @@ class GrowingLayer(DynamicLayer):
         """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
         new = (key_states, value_states)
         old = self.get_seq_length()
-        end = old + key_states.shape[2]
         if not self.is_initialized:
             self.buffers = [x[:, :, :0] for x in new]
             self.is_initialized = True
-        if end > self.buffers[0].shape[2]:
-            rows = end + max(256, end // 8)
-            old_rows = [x[:, :, :old] for x in self.buffers]
-            self.buffers = [F.pad(x, (0, 0, 0, rows - old)) for x in old_rows]
-        for buffer, states in zip(self.buffers, new):
-            buffer[:, :, old:end] = states
+        self.buffers = [appended(x, old, n) for x, n in zip(self.buffers, new)]
+        end = old + key_states.shape[2]
         self.keys, self.values = (x[:, :, :end] for x in self.buffers)
         return self.keys, self.values
 

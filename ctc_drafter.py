@@ -2,11 +2,11 @@
 
 Paper: Wen et al., 2024, arXiv:2412.00061.
 
-One transformer layer fills the S slots after the newest token in a single pass, each
-with a token or with a blank (-). A filling is called an alignment. Given the text, the
-slots are independent (Eq. 7), so the probability of an alignment is the product of the
-probabilities in its slots. The CTC transform turns an alignment into a sequence of
-tokens: it merges equal neighbours, and then it drops the blanks:
+One transformer layer runs once, and gives each of the S slots after the newest token a
+distribution over the tokens and a blank (-). One of these for each slot make an
+alignment. Given the text, the slots are independent (Eq. 7), so the probability of an
+alignment is a product over its slots. The CTC transform turns an alignment into a
+sequence of tokens: it merges equal neighbours, and then it drops the blanks:
 
     slots       a a - b c c        a - a b - -
     merged      a   - b c          a - a b -
@@ -14,22 +14,24 @@ tokens: it merges equal neighbours, and then it drops the blanks:
 
 Many alignments become the same sequence, and CTC adds up their probabilities (Eq. 6).
 Training maximises this sum for the tokens that the target would say (Eq. 2 to 5). One
-pass trains many places of a text, its *anchors*; each has S slots of its own. When
-decoding, the likeliest sequences are drafted as a tree. As we read the paper, the slots
-are independent, but the tokens of a sequence are not: each slot supplies at most one of
-them, so the place of one token limits where the next can stand.
+pass trains many positions of a text, its *anchors*; each has S slots of its own. When
+decoding, the likeliest sequences are drafted as a tree. The slots are independent, but
+the tokens of a sequence are not: the slot that one token takes limits the slots left
+for the next. This is how we read the paper's "correlations".
 
-Two defaults are ours: the loss has a term for the first token, and a sequence is ranked
-by the sum over its alignments. `first_token=0` gives the paper's loss, and the variant
-`paper` comes closest to its decoding.
+Two choices of ours change the method itself: the loss has a term for the first token,
+and a sequence is ranked by the sum over its alignments. `first_token=0` leaves only the
+CTC loss, and the variant `paper` comes closest to the paper's decoding. The end of the
+file lists the others.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
-`q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. The base
-token is the newest token, positions of a pass are slots, and raw sequences are
-alignments. In Tables 1 and 2, beta is the number of tokens per forward of the target
-(tau), and gamma the speedup.
+`q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, the top k of 3.3 are
+`symbols`, T of Eq. 7 is S (here T is the length of a text). The base token is the
+newest token, positions of a pass are slots, and raw sequences, A, are alignments (here
+A counts anchors). In Tables 1 and 2, beta is the number of tokens per forward of the
+target (tau), and gamma the speedup.
 
-Deviations from the paper and what the authors' code does: at the end of this file.
+Deviations from the paper and what the authors' code does: at the end.
 Licence: Apache-2.0.
 """
 
@@ -86,34 +88,30 @@ class Config:
 
 
 VARIANTS = {  # named settings for bench.py, as in --method ctc_drafter:paper
-    "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2, at our size
+    "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2, with our k
     "none": {"transform": "none"},  # as Table 2's "Medusa verify", but without blanks
-    # As near to the paper's decoding as this file comes.
+    # The paper's transform, with the k and the tree size of the authors' code.
     "paper": {"transform": "alignments", "symbols": 10, "nodes": 63},
 }
 
 
 # ---------------------------------------------------------------------- architecture
 
-# The layer reads rows. Row i combines h_i, the target's hidden state after x_i, with
-# the embedding of x_(i+1). The slots after it predict what follows:
+# The inputs of the layer are called rows here, one for each token of the text but the
+# newest. Row i combines h_i, the target's hidden state after x_i, with the embedding of
+# x_(i+1). The slots after it predict what follows:
 #
 #     row i    h_i, x_(i+1)     its S slots    x_(i+2), x_(i+3), ..., and blanks
 #
-# A text of T tokens has T - 1 rows, because no token follows the newest one yet. Rows
-# supply keys and values only: no second layer would read their outputs.
+# Rows supply keys and values only: no second layer would read their outputs.
 #
 # An anchor is a row that slots follow. When drafting, it is the newest row. In training
-# a text has up to A anchors, whose slots learn U labels each. A batch has W anchors; W
-# is less than B A where a text has too few.
+# a text has up to A anchors, whose slots learn U labels each. A batch has W anchors in
+# all: B A, or fewer where a text has too few.
 
 
 class SlotAttention(LlamaAttention):
     """Slots attend to rows and slots."""
-
-    def split(self, x: Tensor) -> Tensor:
-        """(B, T, H Dh) to (B, H, T, Dh)."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, rows, slots, tables, mask, cache) -> Tensor:
         """Output (B, m, D) of m slots, after n rows.
@@ -125,8 +123,9 @@ class SlotAttention(LlamaAttention):
         """
         x = torch.cat([rows, slots], dim=1)
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (self.split(project(x)) for project in projections)
-        # Only the slots' queries are used; the others come with a joint product.
+        split = [each(x).unflatten(-1, (-1, self.head_dim)) for each in projections]
+        q, k, v = (each.transpose(1, 2) for each in split)  # (B, H or Hkv, n + m, Dh)
+        # Only the slots' queries are used. One product for all is simpler.
         q = common.rotate(q, tables)[:, :, rows.shape[1] :]  # (B, H, m, Dh)
         k = common.rotate(k, tables)  # (B, Hkv, n + m, Dh)
         if cache is not None:
@@ -203,7 +202,7 @@ class Drafter(
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter before training, with the weights of the target's top layer.
+    """A drafter before training, with the target's top layer where sizes agree.
 
     token_counts: (V,) how often each token occurs in the training data.
     """
@@ -241,11 +240,12 @@ def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
     return mask.repeat_interleave(slots, dim=1)[:, None]
 
 
-def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
+def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
     """Choose anchors and their labels.
 
-    Returns anchors (B, A), filled up with -1 where a text has fewer, and labels
-    (W, U) of the W anchors that are not -1, as indices into vocab_ids.
+    Returns anchors (B, A), filled up with -1 where a text has fewer; of the W anchors
+    that are not -1, labels (W, U) as indices into vocab_ids, and the target's hidden
+    states (W, D) that predict the first token after them.
     """
     # Labels are what the target would say (Eq. 3 to 5): y_t is the likeliest token of
     # the draft vocabulary after x_0 ... x_(t-1). After each anchor its slots learn the
@@ -265,15 +265,16 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     # run into -1.
     labels = F.pad(y[:, 1:], (0, U - 1), value=-1).unfold(1, U, 1)  # (B, T - 1, U)
 
-    # Anchors are chosen at random among the rows whose U labels all lie in the answer.
-    # Each adds S slots to the pass, so their number is limited: 64 anchors add 384
-    # slots, about as many as a long text has rows.
+    # Anchors are drawn from the rows whose U labels all lie in the answer. Each adds S
+    # slots to the pass, so their number is limited: 64 anchors add 384 slots, about as
+    # many as a long text has rows.
     whole = (labels >= 0).all(-1)  # (B, T - 1)
     order = torch.rand_like(whole, dtype=torch.float32).masked_fill(~whole, -1)
     most = min(drafter.config.anchors, int(whole.sum(1).max()))  # A
     best = order.topk(most)
     anchors = best.indices.masked_fill(best.values < 0, -1)  # (B, A)
-    return anchors, at_anchors(labels, anchors)
+    next_hidden = batch.hidden[:, 1:]  # row i: h_(i+1), for x_(i+2)
+    return anchors, at_anchors(labels, anchors), at_anchors(next_hidden, anchors)
 
 
 def at_anchors(x: Tensor, anchors: Tensor) -> Tensor:
@@ -306,8 +307,8 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
     return F.ctc_loss(
         log_q.transpose(0, 1),  # (S, W, Vd + 1)
         labels,
-        [S] * W,  # slots of each anchor
-        [labels.shape[1]] * W,  # and its labels
+        [S] * W,
+        [labels.shape[1]] * W,
         blank=size - 1,
         reduction="sum",
         # A blank must come between a label and an equal one after it, so labels with r
@@ -330,26 +331,20 @@ def first_token_log_q(log_q: Tensor) -> Tensor:
     return (before + log_q[..., :-1]).logsumexp(1)
 
 
-def first_token_hidden(batch, anchors: Tensor) -> Tensor:
-    """The target's hidden states (W, D) that predict the first token after anchors."""
-    return at_anchors(batch.hidden[:, 1:], anchors)  # row i: h_(i+1), for x_(i+2)
-
-
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """The loss, summed over W anchors; and W, by which train.py divides.
 
     It is minus log P of Eq. 6 and, by default, the first token's cross-entropy.
     """
-    anchors, labels = anchors_and_labels(drafter, target, batch)
+    anchors, labels, hidden = anchors_and_labels(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
     if len(labels) == 0:  # F.ctc_loss refuses an empty batch
-        return log_q.sum(), 0  # zero, with a gradient for all weights
+        return log_q.sum(), 0  # zero, and a zero gradient for every weight
     total = ctc_loss(log_q, labels)
     # CTC weighs all labels of an anchor equally, but where the first is wrong, those
     # after it are lost as well. By default the first token therefore gets a
     # cross-entropy of its own, with the target's distribution as its label.
     if drafter.config.first_token:
-        hidden = first_token_hidden(batch, anchors)
         p_target = common.target_logits(target, hidden, drafter.vocab_ids).softmax(-1)
         cross_entropy = -(p_target * first_token_log_q(log_q)).sum()
         total = total + drafter.config.first_token * cross_entropy
@@ -358,11 +353,10 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft) of the first token, summed over W anchors; and W."""
-    anchors, _ = anchors_and_labels(drafter, target, batch)  # chosen as in `loss`
+    anchors, _, hidden = anchors_and_labels(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
     # Given that not all slots are blank, as in `make_tree` (`none` takes only slot 1).
     q_draft = first_token_log_q(log_q).softmax(-1)  # (W, Vd)
-    hidden = first_token_hidden(batch, anchors)
     total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(hidden)
 
@@ -418,7 +412,8 @@ def complete(sequence: tuple, eos_ids, max_depth: int) -> bool:
 #     root -+- a .68 --- b .30      the path a, b is the sequence a b
 #           +- b .20
 #
-# With a transform, a a would need three slots: a - a.
+# With a transform, a a would need three slots: a - a. The transforms gain little over
+# `none` here, even where training makes use of blanks (results/claims.md).
 
 
 def prefix_search(
@@ -553,8 +548,8 @@ class Memory:
 def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     """One pass: log-probabilities (S, Vd + 1) of the slots after the newest token."""
     # Each token that the last round committed makes a row, with the hidden state before
-    # it; in the first round, each token of the prompt but the first does.
-    read = memory.cache.get_seq_length()  # rows that there are already
+    # it. In the first round, and in a new window, each token but the first does.
+    read = memory.cache.get_seq_length()  # rows in the cache
     hidden = decoding.hidden[:, read:]  # (1, n, D)
     next_ids = decoding.ids[:, 1 + read :]  # (1, n)
     n = next_ids.shape[1]
@@ -592,8 +587,8 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
         if picked is not None:
             token, q_draft = picked
             # It must be submitted whatever it is (see common.Draft), so it is node 0.
-            # Below it is what the search found to continue it: nothing if, for
-            # instance, a logits processor forces a token that cannot be drafted.
+            # Below it is what the search found to continue it, which is nothing if the
+            # search did not keep the token.
             first = [(int(token),)]
             ranked[first[0]] = float(q_draft[token])  # only for its note
             probs = q_draft[None]
@@ -638,16 +633,18 @@ if __name__ == "__main__":
 # Deviations from the paper, and choices where it says nothing:
 #  1. The layer also reads the embedding of the next token, as the authors' code does
 #     (Eq. 9: hidden states only). Both are normalised and combined by a linear layer
-#     that starts as their sum. The layer starts as the target's top one, and a final
-#     norm is added.
+#     that at first adds them. The layer starts as the target's top one where sizes
+#     agree, and a final norm is added.
 #  2. A slot starts as its anchor's row plus a learned vector, at the anchor's rotary
 #     position plus its number. It attends to the text and to all slots of its anchor; a
 #     linear layer gives the blank's logit. The paper does not say how slots are made.
 #  3. The loss sums -log P (Eq. 1; Eq. 2 maximises the sum of P). `first_token` is ours.
 #  4. Sequences of all lengths make a trie, ranked by sums (`prefixes`). The paper takes
 #     the "most valuable" combinations of all slots (3.3), and masks what is removed
-#     (3.1). Nothing is drafted after an end-of-sequence token.
-#  5. The blank is always a choice. In 3.3, as we read it, it is one of the k likeliest.
+#     (3.1). With `alignments` one may end before the last slot. Nothing is drafted
+#     after an end-of-sequence token.
+#  5. The blank comes on top of the k tokens. In 3.3, as we read it, it must be among
+#     the k likeliest.
 #  6. `none` drafts no blanks. In Table 2 they stay in the drafts, and spoil them (4.3).
 #  7. Only frequent tokens are drafted and learned (`draft_vocab`). Draft logits leave
 #     out the LM head's bias and soft cap. Labels are the argmax after the text's own
@@ -657,15 +654,13 @@ if __name__ == "__main__":
 #     Only this token passes through logits processors.
 #  9. S = 6 and U = 3 are those of the authors' code; k = 6 and five nodes are ours.
 # 10. The drafter sees a window of a long text (common.windowed).
-# U labels without a repeat also fit into slots 1 to U, and training asks for no blanks
-# between them, so the transforms gain little over `none` (results/claims.md).
 #
 # Where the authors' code differs (run with the same random weights, see PAPERS.md):
-#  - Slot j of a place is the layer's output j places later, which has read the text's
-#    own tokens up to there. Drafting takes four passes of this causal layer for four
-#    tokens (3.1: "in parallel"). The blank is <unk>.
+#  - There are no slot inputs: slot j after position i is the output of a causal layer
+#    at i + j, which in training has read the text's own tokens up to there. Four tokens
+#    therefore take four passes (3.1: "in parallel"). The blank is <unk>.
 #  - The loss is 1.0 SmoothL1 + 0.1 cross-entropy + 0.01 CTC (a mean over labels, S = 6
-#    and U = 3). A place learns if the token of its feature is in the answer.
+#    and U = 3). An anchor learns if the token of its feature is in the answer.
 #  - k is 10, and the tree is Medusa's, of 63 nodes. Blanks are removed only if some
 #    candidate of the tree has a repeat. Tokens after a removed repeat keep their
 #    positions, and their logits are read at the indices from before the removal. We saw

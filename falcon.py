@@ -25,7 +25,7 @@ Names that differ: the paper's t_i is x_i here, f_i is h_i (`hidden`; h_i in Fig
 too), f^draft is `h_draft`, and p and p^draft are p_target and q_draft. Shapes: S slots,
 M slots that learn, r slots fed, b branches of a pass; the rest as in common.py.
 
-Deviations from the paper and what the authors' code does: at the end of this file.
+Deviations from the paper and what the authors' code does: at the end.
 Licence: Apache-2.0.
 """
 
@@ -103,7 +103,7 @@ class Drafter(
     def fuse(self, target, hidden: Tensor, token_ids: Tensor, state=None):
         """Combine the hidden state and the token of each slot into one vector (3.2).
 
-        hidden: (B, r, D) of B sequences; in a later pass of b branches, (b, k, D).
+        hidden: (B, r, D) of B sequences; in a later pass of its b branches, (b, k, D).
         token_ids: (B, r), each one step ahead of its hidden state.
         state: the LSTM's after the slots before these, two tensors (2, B, D); None
             before the first slot. A linear layer ignores it, and its new state is ().
@@ -115,7 +115,7 @@ class Drafter(
         if self.config.fusion == "linear":
             return self.fusion(pairs), ()
         # The LSTM reads the slots in order, so a slot sees the later slots of its block
-        # only in `attend`. Training's autocast is off: an LSTM is slow in bfloat16.
+        # only in `attend`. Without autocast, because an LSTM is slow in bfloat16.
         with torch.autocast(pairs.device.type, enabled=False):
             return self.fusion(pairs, state)
 
@@ -139,8 +139,8 @@ class Drafter(
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """An untrained drafter for the target, whose shape it adds to the config.
 
-    The layers start with the weights of the target's top layers, where shapes are
-    equal.
+    The layers and the last norm start with the weights of the target's top layers and
+    final norm, where shapes are equal.
 
     token_counts: (V,) how often each token occurs in the training data.
     """
@@ -171,10 +171,9 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     """
     indices = torch.arange(length, device=phase.device)
     block = (indices + phase[:, None]) // k  # (B, S)
-    # The label of slot i is fed to slot i + k, a block later, so no slot sees its own
-    # label. (`reveal` feeds some slots their own label; those have no loss.) If a slot
-    # learns, its label is in the text, and its block ends before the label. So this
-    # block holds no padding.
+    # The label of slot i is the input of slot i + k, a block later, so no slot sees its
+    # own. (`reveal` makes exceptions, which have no loss.) Padding needs no mask: the
+    # block of a slot that learns ends before slot i + k, and so inside the text.
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
@@ -183,7 +182,7 @@ class Slots(NamedTuple):
 
     hidden: Tensor  # (B, S, D) h_i
     token_ids: Tensor  # (B, S) x_(i+1)
-    labels: Tensor  # (B, S, D) h_(i+k)
+    label_hidden: Tensor  # (B, S, D) h_(i+k)
     label_ids: Tensor  # (B, S) x_(i+k+1)
     learns: Tensor  # (B, S) bool, True for slots that have a loss
     phase: Tensor  # (B,) see `relaxed_mask`
@@ -205,7 +204,7 @@ def training_slots(drafter: Drafter, batch) -> Slots:
         token_ids=batch.input_ids[:, 1:],
         # The labels of the last slots are beyond the text. Zeros take their place, and
         # these slots do not learn.
-        labels=F.pad(hidden, (0, 0, 0, k))[:, k:-1],
+        label_hidden=F.pad(hidden, (0, 0, 0, k))[:, k:-1],
         label_ids=F.pad(batch.input_ids, (0, k))[:, k + 1 :],
         learns=F.pad(batch.loss_mask, (0, k))[:, k + 1 :],
         # Random, because a block may start anywhere when drafting.
@@ -214,7 +213,7 @@ def training_slots(drafter: Drafter, batch) -> Slots:
 
 
 def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
-    """h_draft (M, D), logits (M, Vd) and labels (M, D) of the M slots that learn."""
+    """h_draft (M, D), logits (M, Vd) and h_(i+k) (M, D) of the M slots that learn."""
     length = slots.hidden.shape[1]
     positions = torch.arange(length, device=slots.phase.device)[None]
     mask = relaxed_mask(length, drafter.config.k, slots.phase)
@@ -222,8 +221,8 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
     h_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
     head = common.draft_head(target, drafter.vocab_ids)
     logits = head.to(h_draft.dtype)(h_draft)
-    labels = slots.labels[slots.learns]
-    return h_draft.float(), logits.float(), labels.float()
+    label_hidden = slots.label_hidden[slots.learns]
+    return h_draft.float(), logits.float(), label_hidden.float()
 
 
 @torch.no_grad()
@@ -237,15 +236,14 @@ def reveal(drafter: Drafter, target, slots: Slots, progress: float) -> Slots:
         before     (h_1, x_2)  (h_2, x_3)      after    (h_3, x_4)  (h_2, x_3)
         label      (h_3, x_4)  (h_4, x_5)               -           (h_4, x_5)
     """
-    # In 3.3's words this "improves the dependency between tokens within a block".
-    _, logits, labels = predict(drafter, target, slots)  # a pass without noise
-    expected = common.target_logits(target, labels, drafter.vocab_ids).argmax(-1)
+    _, logits, label_hidden = predict(drafter, target, slots)  # a pass without noise
+    expected = common.target_logits(target, label_hidden, drafter.vocab_ids).argmax(-1)
     wrong = torch.zeros_like(slots.learns)
     wrong[slots.learns] = logits.argmax(-1) != expected
     rate = 0.4 * (1 - progress)  # lambda; in the paper it falls once per epoch
     revealed = glance(wrong, slots.learns, rate, drafter.config.k, slots.phase)
     return slots._replace(
-        hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
+        hidden=torch.where(revealed[..., None], slots.label_hidden, slots.hidden),
         token_ids=torch.where(revealed, slots.label_ids, slots.token_ids),
         learns=slots.learns & ~revealed,  # a revealed slot could copy its input
     )
@@ -269,22 +267,20 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) ->
     """
     # The paper reveals runs of slots "preceding those to be predicted" (3.2). A run
     # begins with the first slot of a complete block whose slots all learn. It never
-    # includes the last one, which learns to use the labels before it. The paper does
-    # not say how runs are chosen. Here the order of the blocks and the lengths of the
-    # runs, from 1 to k - 1, are uniformly random.
-    places = torch.arange(learns.shape[1], device=learns.device) + phase[:, None]
-    block = places // k  # (B, S)
-    learning = torch.zeros_like(block).scatter_add(1, block, learns.long())
+    # includes the last one, which learns to use the labels before it. The order of the
+    # blocks and the lengths of the runs, from 1 to k - 1, are uniformly random.
+    shifted = torch.arange(learns.shape[1], device=learns.device) + phase[:, None]
+    block, place = shifted // k, shifted % k  # (B, S)
+    learners = torch.zeros_like(block).scatter_add(1, block, learns.long())
     run = torch.randint_like(block, 1, k)  # the length of a block's run
-    order = torch.rand_like(block, dtype=torch.float32)
-    # Give each slot the numbers of its block.
-    learning, run, order = (x.gather(1, block) for x in (learning, run, order))
-    in_run = (learning == k) & (places % k < run)  # (B, S)
+    key = torch.rand_like(block, dtype=torch.float32)
+    learners, run, key = (x.gather(1, block) for x in (learners, run, key))
+    in_run = (learners == k) & (place < run)  # (B, S)
     # Reveal the first N slots of all runs, taking the blocks in their random order.
-    order = order.masked_fill(~in_run, 2)  # what is in no run comes last
-    rank = order.argsort(dim=1, stable=True).argsort(dim=1)
+    key = key.masked_fill(~in_run, 2)  # what is in no run comes last
+    turn = key.argsort(dim=1, stable=True).argsort(dim=1)
     number = (rate * wrong.sum(1, keepdim=True)).round()  # N
-    return in_run & (rank < number)
+    return in_run & (turn < number)
 
 
 def noisy(hidden: Tensor, amplitude: float) -> Tensor:
@@ -298,13 +294,13 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """L (Eq. 8), summed over the M slots that learn, and M. batch: a common.Batch."""
     config = drafter.config
     slots = training_slots(drafter, batch)
-    if config.csgd and config.k > 1:  # with k = 1 no slot precedes another in its block
+    if config.csgd and config.k > 1:
         slots = reveal(drafter, target, slots, batch.progress)
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise))
-    h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
-    l_reg = F.smooth_l1_loss(h_draft, labels, reduction="none").mean(-1).sum()  # Eq. 2
+    h_draft, logits, h_label = predict(drafter, target, slots)  # Eq. 1, but k ahead
+    l_reg = F.smooth_l1_loss(h_draft, h_label, reduction="none").mean(-1).sum()  # Eq. 2
     vocab_ids = drafter.vocab_ids
-    p_target = common.target_logits(target, labels, vocab_ids).softmax(-1)  # Eq. 6
+    p_target = common.target_logits(target, h_label, vocab_ids).softmax(-1)  # Eq. 6
     log_q = logits.log_softmax(-1)  # Eq. 7, the logarithm of q_draft
     l_soft = F.kl_div(log_q, p_target, reduction="sum")  # Eq. 3
     l_hard = F.cross_entropy(logits, p_target.argmax(-1), reduction="sum")  # Eq. 4
@@ -320,9 +316,9 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     quantity, the share of accepted draft tokens in the answer.
     """
     slots = training_slots(drafter, batch)
-    _, logits, labels = predict(drafter, target, slots)
+    _, logits, h_label = predict(drafter, target, slots)
     q_draft = logits.softmax(-1)  # (M, Vd)
-    return common.overlap(target, labels, q_draft, drafter.vocab_ids), len(q_draft)
+    return common.overlap(target, h_label, q_draft, drafter.vocab_ids), len(q_draft)
 
 
 # --------------------------------------------------------------------- decoding tree
@@ -349,7 +345,7 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 def paper_tree() -> list[list[int]]:
     """The tree of appendix A with m = 20 at the root (Figure 5 or, in the PDF, 6)."""
     # The paper does not list its nodes. These 118, in eight levels, are those of the
-    # authors' code, from its list kmask2_8layer_tree_3. `children` is {path: m}.
+    # authors' code (kmask2_8layer_tree_3). `children` is {path: m}.
     children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}
     children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
     tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
@@ -370,12 +366,13 @@ VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
 
 # One pass drafts k levels of the tree (3.4). It has one or more branches, each a block
 # of k slots that continues the tree below one node, the branch's tip. In pass 1 the tip
-# is the root. In a later pass each node with children, on the deepest level drafted so
-# far, is the tip of a branch, which is fed the k tokens on the way down to it. Place 0
-# of a branch drafts the level below its tip, place 1 the next one, and so on. In greedy
-# decoding a node of rank r holds its slot's r-th likeliest token, counted from 0. When
-# sampling, siblings are sampled in the order of their ranks. For example, k = 2 and a
-# tree with two branches in pass 2 (the default one has only one there):
+# is the root. A later pass has a branch for each node with children on the deepest
+# level drafted so far. This node is the tip, and the branch is fed the k tokens on the
+# way down to it. The slot at place 0 drafts the children of the tip, that at place 1
+# their children, and so on. In greedy decoding a node of rank r holds its slot's r-th
+# likeliest token, counted from 0. When sampling, siblings are sampled in the order of
+# their ranks. For example, k = 2 and a tree with two branches in pass 2 (the default
+# one has only one there):
 #
 #     root -+- 0 -+- 2 --- 5 --- 7         node     0  1  2  3  4    5  6  7  8
 #           |     +- 3                     branch   0  0  0  0  0    0  1  0  1
@@ -386,7 +383,7 @@ VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
 # Pass 2 has two branches, with the tips 2 and 4. One is fed the tokens of nodes 0 and
 # 2, the other those of nodes 1 and 4. Both tips were drafted by the same slot, which
 # knows neither node 0's token nor node 1's. In greedy decoding the two tips therefore
-# hold the same token. This is the price of drafting two levels at once.
+# hold the same token: the price of drafting two levels at once.
 
 
 class Memory:
@@ -418,7 +415,7 @@ class Pass(NamedTuple):
     h_draft: Tensor  # (b, k, D) predictions
     positions: Tensor  # (k,) of the slots, the same in each branch
     mask: Tensor  # (b, P_own) which rows, cached after this pass, a branch sees
-    state: tuple  # the LSTM's, two tensors (2, b, D); () of a linear layer
+    state: tuple  # the LSTM's, two tensors (2, b, D); () for a linear layer
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
@@ -430,8 +427,8 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     total = decoding.ids.shape[1] - 1  # P
     if total < k:
         return None
-    # Blocks are counted back from the newest slot, so that the last one is full.
-    # This may move their borders. For example, k = 3, and slots 5 and 6 are new:
+    # Blocks are counted back from the newest slot, so that the last one is full. Their
+    # borders may move from round to round. For example, k = 3, slots 5 and 6 are new:
     #
     #     blocks before     0 1 | 2 3 4
     #     blocks now        0 | 1 2 3 | 4 5 6
@@ -540,11 +537,11 @@ def propose(drafter: Drafter, decoding, memory: Memory, ranks: dict) -> common.D
 
     ranks: {path: the ranks of its children}, for the root, (), and all nodes with
         children.
-    Returns a Draft. It has no nodes if the text has at most k tokens, or if there is no
-    room. Nothing is drafted below an end-of-sequence token. When sampling, a sibling
-    that could not be sampled is missing, with all below it. If there are nodes, the
-    notes of the draft hold k and, in greedy decoding, q: the drafter's probability of
-    each node's token.
+    Returns a Draft. It has no nodes if the text has at most k tokens, if there is no
+    room or no tree, or if no child of the root could be sampled. Nothing is drafted
+    below an end-of-sequence token. When sampling, a sibling that could not be sampled
+    is missing, with all below it. If there are nodes, the notes of the draft hold k
+    and, in greedy decoding, q: the drafter's probability of each node's token.
     """
     k = drafter.config.k
     wanted = ranks and decoding.max_depth > 0
@@ -641,30 +638,33 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. A slot predicts k places ahead (3.1). If it predicted one ahead (Eq. 1), each slot
+#  1. A slot predicts k tokens ahead (3.1). If it predicted one ahead (Eq. 1), each slot
 #     but the last of a block would see its label.
-#  2. CSGD feeds a slot its own label, with the text's token. Such a slot has no loss.
-#     Runs are chosen at random and may have fewer than N slots (see `glance`), and
-#     lambda falls with each step.
+#  2. CSGD feeds a slot its own label, with the text's token, and gives it no loss. The
+#     paper replaces inputs by those "from LLMs", and does not say which by which. Runs
+#     stay in a block, are chosen at random and may have fewer than N slots (see
+#     `glance`). lambda falls with each step, not each epoch.
 #  3. In training the first block has a random length. When drafting, rows of older
 #     slots stay cached, although the borders of blocks have moved. The LSTM's state is
-#     kept between rounds, and runs on over predictions.
+#     kept between rounds; a later pass continues it through the predicted slots.
 #  4. The paper has no norms. Here there are four more than in the authors' code: of
 #     features, of embeddings, before the first layer's attention, and of the output.
-#     Layers start as the target's top ones.
-#  5. Only frequent tokens are drafted and learned: p is renormalised over them, and the
-#     likeliest of them is L_hard's label. q leaves out the LM head's bias and soft cap.
-#     Slots of the prompt have no loss.
+#     Layers and the last norm start as the target's, where shapes are equal.
+#  5. Only frequent tokens are drafted and learned: p is renormalised over them, the
+#     likeliest of them is L_hard's class, and d compares them. q leaves out the LM
+#     head's bias and soft cap. A slot whose label is in the prompt has no loss.
 #  6. CSGD's first pass has no noise. In the second, revealed labels are noisy too.
 #  7. By default the tree has nine nodes in two passes, and omega_dist is 1, not 0.1.
 #     Nothing is drafted below an end token. Greedy drafts ignore logits processors.
+#     fusion=linear, EAGLE's, is for comparison.
 #  8. Branches that continue the same one are fed equal predictions (unlike Figure 1).
 #  9. Siblings are sampled without replacement; appendix A says: "we sample m tokens".
 # 10. The drafter sees a window of a long text (common.windowed).
 #
 # Authors' code. With equal random weights, without our four norms and without keeping
 # the LSTM's state, forwards, drafts and losses agree, except:
-#  - The LSTM's tuple goes to the first layer, so the forward was repaired to run.
+#  - The first layer is handed the LSTM's whole output tuple, which fails. We compared
+#    with a copy that hands on the output only.
 #  - The LSTM has a dropout of .1. It has no batch_first, so it reads the sequences of a
 #    batch as steps in time.
 #  - A slot learns if x_i is in the answer (here x_(i+k+1)). Revealed slots have a loss.
@@ -673,6 +673,6 @@ if __name__ == "__main__":
 #    run may begin anywhere in a block.
 #  - Noise is multiplied by 512 / length. CSGD's first pass has it; revealed labels do
 #    not.
-#  - L_hard's label is sampled. L_soft mixes temperatures, so it is not a divergence.
+#  - L_hard's class is sampled. L_soft mixes temperatures, so it is not a divergence.
 #  - Each value of the gradient is clipped at .5.
 #  - Sampled tokens are judged by their neighbours' q, unless an IndexError comes first.

@@ -9,7 +9,7 @@ pays only for attending to them.
 
 The target chose the newest token x_t from its last logits, and will be fed x_t only
 together with the next draft. Therefore it has no row for x_t yet, nor for the tokens
-that are being drafted. While the drafter drafts x_(t+i), it can read (* marks a row):
+that are being drafted. While the drafter drafts x_(t+i), it can read these rows (*):
 
            tokens   x_1 ... x_(t-1)  x_t  x_(t+1) ... x_(t+i-1)
     target's rows    *   *   *        .    .       .   .
@@ -22,7 +22,7 @@ drafter learns to do without them.
 Names that differ from the paper's: M_T and M_D are `target` and `drafter`, p_T and p_D
 are `p_target` and `q_draft`, N_D is `num_layers`, L is `block_size`, c is `cost`.
 
-Deviations from the paper and what the authors' code does: at the end of this file.
+Deviations from the paper and what the authors' code does: at the end.
 Licence: Apache-2.0.
 """
 
@@ -60,7 +60,7 @@ class Config:
     distill: bool = option(
         True, "learn the target's distribution; off: the text's tokens"
     )
-    gamma: int = option(3, "draft tokens per round (the paper: 5)", decode=True)
+    gamma: int = option(3, "draft tokens per round (paper: 5)", decode=True)
 
     def __post_init__(self):
         common.at_least(self, num_layers=1, kv_layer=-2, block_size=1)
@@ -69,8 +69,8 @@ class Config:
             self.kv_layer = 3 * self.target["num_layers"] // 5  # 18 of 30
 
 
-# Named settings, as in --method glide:paper. L and kv_layer are fixed in training, so
-# this is the paper's only for a drafter with --block-size 5 --kv-layer -1.
+# Named settings for bench.py, as in --method glide:paper. For the paper's drafter train
+# with --block-size 5 --kv-layer -1 --draft-vocab 0 --no-distill.
 VARIANTS = {"paper": {"gamma": 5}}
 
 
@@ -170,8 +170,8 @@ class Drafter(
     def kv_layers(self) -> list[int]:
         """The target layer that each layer reads, counted from 0.
 
-        All read `kv_layer`, as in 5.4. If it is -1, layer m reads N_T - N_D + m, as in
-        4.1, where layers are counted from 1.
+        All read `kv_layer` (5.4 varies it). If it is -1, layer m reads N_T - N_D + m,
+        as in 4.1, where layers are counted from 1.
         """
         config = self.config
         if not config.cross_attention:
@@ -270,9 +270,8 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
     A block imitates a round. Its i-th query misses i rows: its own, and those of the
     i - 1 queries before it in the block. So does the query that drafts the i-th token
-    of a round (see `feed`). In the prose of 4.1 no query predicts the first token of a
-    block; the formula, which is used here, has no such gap. Here L = 3, and with phase
-    1 the first block is one token short:
+    of a round (see `feed`). Here L = 3, and with phase 1 the first block is one token
+    short:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -281,6 +280,9 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
               3    x  x  .  .  .  .        feeds x_(t+1): misses 2
               4    x  x  .  .  .  .        feeds x_(t+2): misses 3
               5    x  x  x  x  x  .        feeds the next round's x_t
+
+    By the formula, used here, a block's first token is predicted by the last query of
+    the block before. (In the prose of 4.1 no query predicts it.)
 
     phase: (B,) how many tokens the first block of each sequence lacks.
     Returns (B, 1, T, T) bool, True where a query may read; T is `length`.
@@ -304,7 +306,6 @@ def training_pass(drafter: Drafter, target, batch) -> Tensor:
     # rows. The first one therefore has a random length.
     phase = torch.randint(size, (len(ids),), device=ids.device)
     mask = block_mask(ids.shape[1], size, phase)
-    # The self-attention reads its own rows causally, as in drafting.
     states = drafter(target, ids, positions, batch.kv, cross_mask=mask)  # (B, T, D)
     states = states[batch.predicts]  # (M, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
@@ -312,7 +313,7 @@ def training_pass(drafter: Drafter, target, batch) -> Tensor:
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
-    """The cross-entropy, summed over positions, and the number of those counted.
+    """The cross-entropy, summed over the places that count, and their number.
 
     The labels are the target's distributions, or without `distill` the text's tokens,
     as in 5.1.
@@ -333,10 +334,11 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """The acceptance rate alpha (5.1), summed over the M positions, and M.
+    """The acceptance rate alpha (5.1), summed over M places, and M.
 
     It is measured at temperature 1 and under `block_mask`; each token is predicted
-    after the batch's own text (teacher forcing).
+    after the batch's own text (teacher forcing). What p_target gives to tokens outside
+    the draft vocabulary counts as rejected.
     """
     # Here tokens miss 1 to L rows, each number equally often. In decoding, the i-th
     # token of a round misses i rows and counts only if all before it were accepted, so
@@ -383,24 +385,24 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     read all rows of the target. Returns the last token's hidden state (1, D), from
     which the next one is drafted.
     """
-    places = memory.cache.record(new)  # (1, n), counted from the first of decoding.ids
+    indices = memory.cache.record(new)  # (1, n) of the tokens in decoding.ids
     prefix = decoding.hidden.shape[1]  # P
     kv = {}  # stays empty after a prompt of one token, when the target has no rows
     if prefix > 0:
         kv = {layer: decoding.rows(layer) for layer in drafter.kv_layers}
-    self_mask = cross_mask = None  # a single token reads all rows that there are
+    self_mask = cross_mask = None  # a single token reads all rows
     if new.shape[1] > 1:
-        # Several tokens are fed at first (the prompt), and after a round whose last
-        # accepted tokens were never fed (the last of a chain, one of CAPE's extras, or
-        # copies): these and the bonus token. A token reads the target's rows of those
-        # before it. It misses one row, its own, as the first query of a block does.
-        query = places[0, :, None]  # (n, 1)
+        # Several tokens: at first the prompt, later accepted tokens that were never fed
+        # (the last of a chain, or an extra of CAPE's) and the bonus token. Each reads
+        # the target's rows of the tokens before it. It misses one row, its own, as the
+        # first query of a block does.
+        query = indices[0, :, None]  # (n, 1)
         own_rows = torch.arange(memory.cache.fed.shape[1], device=new.device)
         self_mask = (query >= own_rows)[None, None]  # (1, 1, n, P_own + n)
         target_rows = torch.arange(prefix, device=new.device)
         cross_mask = (query > target_rows)[None, None]  # (1, 1, n, P)
     # A query rotates by its position in the text, because the target's keys do.
-    positions = decoding.first + places
+    positions = decoding.first + indices
     hidden = drafter(
         decoding.target, new, positions, kv, self_mask, cross_mask, memory.cache
     )
@@ -434,8 +436,8 @@ def propose(drafter: Drafter, decoding, memory: Memory):
         new = token[None]  # (1, 1); it is fed only if the caller wants another one
         if decoding.logits_processor:
             # Logits processors are given the tokens drafted so far, and a grammar may
-            # allow nothing after the end of a text. Without them, drafting beyond it is
-            # merely wasted work, which costs less on a GPU than waiting for each token.
+            # allow nothing after the end of a text. Without processors, drafting beyond
+            # it is merely wasted work: on a GPU, waiting for each token costs more.
             drafted.append(int(token))
             if drafted[-1] in decoding.eos_ids:
                 return
@@ -456,7 +458,7 @@ def drafts(decoding, drafter: Drafter, **changes):
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         steps = propose(drafter, decoding, memory)
-        length = min(config.gamma, decoding.max_depth)  # the bonus token needs room too
+        length = min(config.gamma, decoding.max_depth)
         yield common.chain(itertools.islice(steps, length), decoding.ids)
 
 
@@ -467,13 +469,15 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. The drafter has the target's width (the paper: 4096), its embedding and LM head,
-#     both frozen, and starts from its weights (the paper: from scratch).
+#  1. The drafter has the target's width (the paper: 4096), its embedding and LM head
+#     (without bias and soft cap), both frozen, and starts from its weights (the paper:
+#     from scratch).
 #  2. Only frequent tokens are drafted and learned (`draft_vocab`), and p_target is
 #     normalised over them.
 #  3. The labels are the target's distributions (`distill`; 5.1: the text's tokens). The
-#     texts are the target's answers, as in the paper's appendix C only; there is no
-#     pre-training on SlimPajama, with which the paper begins (5.1).
+#     texts are the target's answers, which appendix C calls distillation; 5.1 does not
+#     train on them. There is no pre-training on SlimPajama (5.1), and batch, learning
+#     rate and length are those of train.py (appendix B: 64, 5e-4, one epoch).
 #  4. The first block has a random length. Every token queries; in 4.1 only x_t and
 #     later ones do, and what they read is concatenated with the self-attention's other
 #     outputs. This matters with more than one layer.
@@ -482,8 +486,9 @@ if __name__ == "__main__":
 #     queries (normalised where the target's are), none of which 4.1 mentions. Query
 #     heads may share a key-value head.
 #  7. By default L = gamma = 3, and every layer reads the target layer at three fifths
-#     of the depth (the paper: L = gamma = 5, and the top N_D layers). In 5.4 higher
-#     layers are accepted more often, and here they are not (results/claims.md).
+#     of the depth (the paper: L = gamma = 5, and the top N_D layers). In 5.4 acceptance
+#     rises with the layer. Here the top layer is better than layer 0, but worse than
+#     layer 18 (results/claims.md).
 #  8. In a long text the drafter sees only a window (common.windowed), and it reads the
 #     target's rows of the tokens in this window only.
 #

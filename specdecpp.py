@@ -8,17 +8,20 @@ best length differs from place to place, so it is decided while drafting. A smal
 reads e_i, the last hidden state of the draft model after it has read the draft token
 y_i, and predicts how likely the target is to accept y_i, given that it accepts y_1 to
 y_(i-1) (Eq. 3.1). The product p^ of these predictions estimates the probability that
-all are accepted, and a round ends when 1 - p^ exceeds a threshold h (Algorithm 2):
+all are accepted, and the draft ends when 1 - p^ exceeds a threshold h (Algorithm 2).
+With h = .6:
 
     a pass of the draft model reads    root  y_1   y_2   y_3
     its last hidden state is           e_0   e_1   e_2   e_3
     y drafted from it                  y_1   y_2   y_3   y_4
     y judged by it                           y_1   y_2   y_3
+    the head predicts                        .9    .8    .5
+    p^                                 1     .9    .72   .36
+    1 - p^                             0     .1    .28   .64 > h
 
 The head judges y_i one pass after y_i was drafted, because e_i exists only then. That
-pass also drafts y_(i+1), so the last token of a draft is submitted unjudged. (e_0 is
-the root's state; the paper names it once, see `until_stop`.) With stop="fixed" a round
-has gamma tokens (Algorithm 1).
+pass also drafts y_(i+1), so the last token of a draft is submitted unjudged. With
+stop="fixed" a draft has gamma tokens (Algorithm 1).
 
 Names: p is `target`, q is `model`, e_i is `hidden`, p^ is `p_hat` (the product of the
 head's predictions P^_i), h is `threshold`, K is `gamma`, P_i is `accept_prob`, r / 100
@@ -26,7 +29,7 @@ is `KEEP`. The paper's D, the number of residual blocks, is `head_depth`. In sha
 is the hidden size of the target and E that of the draft model. Training code writes t
 for the paper's i.
 
-Deviations and what the authors' code does: at the end of this file.
+Deviations from the paper and what the authors' code does: at the end.
 Licence: Apache-2.0.
 """
 
@@ -56,7 +59,7 @@ class Config:
         0.0, "temperature of the head's labels; 0: greedy, 1: sampled from q (3.3)"
     )
     stop: str = option(
-        "head", "what ends a round: head, or fixed (gamma tokens)", decode=True
+        "head", "what ends a draft: head, or fixed (gamma tokens)", decode=True
     )
     threshold: float = option(
         0.7,
@@ -86,10 +89,12 @@ class Config:
         common.at_least(self, intermediate_size=1, width=0)
         ints = isinstance(self.layers, list) and {type(x) for x in self.layers} == {int}
         finite = math.isfinite(self.w_rej + self.temperature)
+        other_width = self.width > 0 and not self.draft_model
         common.refuse(
             (not ints, f"layers {self.layers}: take a list of ints, such as [0,-1]"),
             (self.w_rej == 0, "w_rej 0: take a weight above 0"),
             (not finite, "w_rej and temperature: take finite numbers"),
+            (other_width, "width: leave it at 0; build fills it in"),
         )
         if depth := self.target.get("num_layers"):
             wrong = not all(-depth <= layer < depth for layer in self.layers)
@@ -122,36 +127,29 @@ class AcceptanceHead(nn.Module):
 
 
 def until_stop(steps, head, threshold: float):
-    """End a round when the head expects a rejection (Algorithm 2).
+    """End a draft when the head expects a rejection (Algorithm 2).
 
     steps: what `propose` (see decoding) yields: (y_i, q_draft, e_(i-1)), i = 1, 2, ...
     head: maps e (E,) to a logit, whose sigmoid is the prediction for y_i at e_i.
     threshold: h.
     Yields (y_i, q_draft, p^), where p^ is the product of the predictions for y_1 to
     y_(i-1), as a float; the first is 1. y_i is the last if 1 - p^ exceeds h, and then
-    no further step is asked for.
-
-    If the head predicts 0.9, 0.8 and 0.5 for y_1, y_2 and y_3, and h = 0.6:
-
-        pass i returns       e_0, q_1   e_1, q_2   e_2, q_3   e_3, q_4
-        y_i is drafted       y_1        y_2        y_3        y_4
-        p^, up to y_(i-1)    1          .9         .72        .36
-        1 - p^               0          .1         .28        .64 > h
+    no further step is asked for. For an example see the top of this file.
     """
     p_hat = 1.0
     for i, (token, q_draft, hidden) in enumerate(steps, start=1):
-        # `hidden` is e_(i-1), which judges y_(i-1). At i = 1 it is e_0, the root's
-        # state, and no draft token is there to judge. (The printed Algorithm 2 updates
-        # p^ at i = 1 as well, with an e_0 that it never computes.)
+        # `hidden` is e_(i-1), which judges y_(i-1). e_0, the root's state, judges no
+        # draft token. (The printed Algorithm 2 updates p^ at i = 1 as well, with an e_0
+        # that it never computes.)
         if i > 1:
             p_hat *= float(head(hidden).sigmoid())
         # y_i costs no further pass, and is submitted unjudged, as in the MDP of 3.1,
-        # where a stop drafts one more token. A round that the head ends therefore has
+        # where a stop drafts one more token. A draft that the head ends therefore has
         # two tokens or more.
         yield token, q_draft, p_hat
-        # y_(i-1) is submitted even if its judgement ends the draft. Dropping a token
-        # because of its judgement would bias the samples: the tokens left would no
-        # longer follow q, which verification assumes.
+        # y_(i-1) is submitted even if its own judgement ends the draft. If it were
+        # dropped for that, the tokens left would no longer follow q, as verification
+        # assumes.
         if 1 - p_hat > threshold:
             return
 
@@ -162,7 +160,7 @@ def until_stop(steps, head, threshold: float):
 #
 #     hidden(ids, cache)    last hidden states (B, T, E) of ids (B, T), after those of
 #                           the cache, if there is one
-#     logits(hidden)        logits (..., Vd) of the token after each hidden state
+#     logits(hidden)        logits (..., Vd) of the next token, from each hidden state
 #     vocab_ids             (Vd,) the ids that the logits belong to
 #     num_layers            how many layers the cache has
 
@@ -181,8 +179,8 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     """
     model = model_of(drafter, target)
     # 1. X is the text of the batch; in the paper the target wrote it.
-    # 2. Y_t is drafted after X_1 to X_(t-1). Its label P_t is therefore conditional, as
-    #    Eq. 3.1 asks: every token before Y_t is the target's own.
+    # 2. Y_t is drafted after X_1 to X_(t-1), which stand for accepted tokens. Its label
+    #    P_t is therefore conditional, as Eq. 3.1 asks.
     temperature = drafter.config.temperature
     drafted, accept_prob = draw_labels(model, target, batch, temperature)
     # 3. The exact e_t would follow X_1 to X_(t-1) and Y_t, which takes a pass for each
@@ -193,8 +191,7 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     # 4. So e_t follows Z_1 to Z_(t-1) and Y_t, but P_t was computed after X_1 to
     #    X_(t-1). The loss of 3.3 has the same mismatch.
     hidden = model.hidden(mixed)[judged]  # (J, E)
-    among = judged[batch.loss_mask]  # (M,) bool, which Y_t are judged
-    return hidden, accept_prob[among]
+    return hidden, accept_prob[judged[batch.loss_mask]]
 
 
 def draw_labels(model, target, batch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -260,7 +257,7 @@ def loss(drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     #
     # The rest is ours. The weight shifts the best prediction: where labels have the
     # mean P, the loss is smallest at P / (P + w_rej (1 - P)). For w_rej = 6 and P = .72
-    # that is .3, so with h = .7 a round ends after y_2 if P < .72. A larger w_rej makes
+    # that is .3, so with h = .7 a draft ends after y_2 if P < .72. A larger w_rej makes
     # drafts shorter, and a larger h makes them longer: tune h anew for each w_rej.
     accept = accept_prob  # w_acc P
     reject = drafter.config.w_rej * (1 - accept_prob)  # w_rej (1 - P)
@@ -320,14 +317,12 @@ def drafts(decoding, drafter, **changes):
 
     changes: other values for fields of the Config with decode=True. threshold and
         max_draft matter only with stop="head", and gamma only with stop="fixed".
-    Raises UserError, at the first draft, if the draft model cannot be used, if stop is
-    "head" and no head has been trained, and for a wrong change or drafter; and where
-    the text gets longer than the draft model's context.
+    Raises UserError, at the first draft, for a wrong change or drafter, for a draft
+    model that cannot be used, and for stop="head" without a trained head; later, if the
+    text outgrows the draft model's context.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
-    # There is no warning if the head's labels have another temperature: the text still
-    # follows the target, but the head judges less well (see results/log.md).
     if config.stop == "head" and config.stage == "draft":
         raise common.UserError(
             "stop head, but no acceptance head has been trained: train one (stage "
@@ -387,9 +382,9 @@ class CopiedLayers:
         self.target = target
         self.vocab_ids = drafter.vocab_ids
         self.num_layers = len(drafter.layers)
-        # The target's LM head without soft cap and bias; the layers learn with it.
-        head = common.draft_head(target, drafter.vocab_ids)
-        self.lm_head = head.to(drafter.norm.weight.dtype)
+        # Without soft cap and bias, as the layers were trained with it.
+        lm_head = common.draft_head(target, drafter.vocab_ids)
+        self.lm_head = lm_head.to(drafter.norm.weight.dtype)
 
     def hidden(self, ids: Tensor, cache=None) -> Tensor:
         read = 0 if cache is None else cache.get_seq_length()  # P_own
@@ -479,7 +474,7 @@ class Drafter(
         self.requires_grad_(config.stage == "draft")
         self.head = AcceptanceHead(width, config.head_depth)
         self.head.requires_grad_(config.stage == "head")
-        common.add_vocab_ids(self, config.draft_vocab)  # of copied layers
+        common.add_vocab_ids(self, config.draft_vocab)  # only copied layers use them
 
 
 def model_of(drafter: Drafter, target):
@@ -497,7 +492,7 @@ def load_lm(name: str, target):
 def wrap(lm, target, config: Config | None = None) -> Drafter:
     """A drafter that drafts with a causal LM, and whose head is untrained.
 
-    config: the head's; None: no head is used, and a round has `gamma` tokens. (If a
+    config: the head's; None: no head is used, and a draft has `gamma` tokens. (If a
         head has been trained on this LM, load that drafter and set its `lm` to
         CausalLM(lm, target).)
     """
@@ -515,7 +510,7 @@ def wrap(lm, target, config: Config | None = None) -> Drafter:
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """An untrained drafter, with copied layers or with only a head.
 
-    Weights of other families than Llama's are copied where names and shapes agree.
+    Weights are copied where their names and shapes agree with Llama's.
 
     token_counts: (V,) how often each token occurs in the responses.
     Raises UserError for layers that the target does not have, and for a `draft_model`
@@ -543,10 +538,9 @@ def throughput(
     verification: N_target / N. discard: N_discarded / N.
     t_draft, t_target: seconds of a pass and of a forward.
     """
-    # An answer takes T = t_draft N_draft + t_target N_target (Eq. 2.1). Each pass and
-    # each forward supplies one token, so N_draft + N_target = N + N_discarded. (The
-    # last forward supplies none if the end of the answer was drafted.) Solve this for
-    # N_draft and insert it in T, which gives Eq. 2.2. Then divide by N.
+    # An answer takes t_draft N_draft + t_target N_target (Eq. 2.1). Each pass and each
+    # forward supplies one token, so N_draft = N + N_discarded - N_target (one more if
+    # the end of the answer was drafted). This gives Eq. 2.2, and divided by N:
     latency = t_draft + t_draft * discard + (t_target - t_draft) * verification
     return 1 / latency
 
@@ -557,11 +551,12 @@ def oracle(agrees: list[bool]) -> int:
     agrees[i]: whether the draft model's likeliest token, after the answer's tokens
         before place i, is token i. The answer has at least one token.
     """
-    # Each round ends just before the next disagreement, and its forward supplies the
-    # token there. That is one round for each place in S, the set of disagreements, and
-    # one for the rest of the answer. If the last token is in S, nothing is left after
-    # it, and N_target is |S|, not the lemma's |S| + 1. If two neighbours are both in S,
-    # the best draft between them is empty, which Algorithm 2 never submits.
+    # Each draft ends just before the next disagreement, and the forward that verifies
+    # it supplies the token there. That is one round for each place in S, the set of
+    # disagreements, and one for the rest of the answer. If the last token is in S,
+    # nothing is left after it, and N_target is |S|, not the lemma's |S| + 1. Where the
+    # first token or two neighbours are in S, the best draft is empty, which Algorithm 2
+    # never submits.
     return 1 + sum(not agree for agree in agrees[:-1])
 
 
@@ -573,14 +568,14 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     c1, c2: t_draft and t_target - t_draft.
     delta: depends on the policy, the prompt, both models, c1 and c2; it is not known.
     """
-    # How we read the bound, without its proof in appendix D: if a token is rejected,
-    # continuing wastes at least a pass, c1. If none is, stopping costs at most c2 +
-    # delta more than continuing. At the bound P c1 = (1 - P)(c2 + delta). With the
-    # paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
+    # How we read the bound on this probability, R, without its proof in appendix D: if
+    # a token is rejected, continuing wastes at least a pass, c1. If none is, stopping
+    # costs at most c2 + delta more than continuing. At the bound R c1 = (1 - R)(c2 +
+    # delta). With the paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
     #
     # Do not use it as h: delta is unknown, stopping may be cheaper below it as well
-    # (the condition is sufficient, not necessary), and 1 - p^ is not this P, because
-    # the loss biases the head (see `loss`). h is tuned, as the paper's is (4.1).
+    # (the condition is sufficient, not necessary), and 1 - p^ does not estimate R well,
+    # because the loss biases the head (see `loss`). h is tuned, as in the paper (4.1).
     return (c2 + delta) / (c1 + c2 + delta)
 
 
@@ -592,11 +587,14 @@ if __name__ == "__main__":
 #
 # Deviations from v1 (without its appendices), and choices where it is silent:
 #  1. The paper's draft model is given (3.1). By default it is made here, from layers of
-#     the target that first learn the target's distributions (stage "draft").
+#     the target that first learn the target's distributions (stage "draft"). Next to
+#     so small a model the head is not "negligible" (3.2): it has about 8% of the
+#     weights that a pass reads.
 #  2. Copied layers draft and learn frequent tokens only (`draft_vocab`), without the
 #     target's soft cap and bias.
-#  3. Labels are greedy by default. With a `temperature` of 1 they are the paper's, if
-#     the target also wrote the texts at 1. Decode at the temperature of the labels.
+#  3. Labels are greedy by default; with a `temperature` of 1 they are the paper's.
+#     Decode at that temperature, without top-p. The texts are those given for training;
+#     the paper's are the target's, one for each prompt.
 #  4. Y and Z are sampled anew in each training step.
 #  5. A draft has at most `max_draft` = 20 tokens. In 4.1 it stops when their number
 #     "exceeds 20", that is, at the 21st.
@@ -605,6 +603,8 @@ if __name__ == "__main__":
 #  8. The loss is divided by the sum of its weights, as in the authors' code.
 #  9. e_i is the state after the final norm; the paper does not say which it takes.
 # 10. The draft model sees a window of a long text (common.windowed).
+# 11. D = 3, w_rej = 6 and h = .7 are the paper's choice for its models (4.3). r is not
+#     in its main text; 15 is the value of the authors' code.
 #
 # Where the authors' code differs (both were run with the same random weights):
 #  - The head applies one block `head_depth` times, and has two outputs and a softmax.

@@ -46,7 +46,7 @@ def options() -> cli.OneLineParser:
     text = "checkpoint folder, or the file that --make-data appends to"
     add("--out", required=True, help=text)
     add("--target", type=cli.target, help=cli.TARGET_HELP)
-    text = "of the target, and of the products in training"
+    text = "of the target, and of matrix products in training"
     add("--dtype", default="float32", choices=dtypes, help=text)
     add("--device", default="auto", help=cli.DEVICE_HELP)
     add("--seed", type=number(int, 0, 2**31), default=0, help="of all random choices")
@@ -76,7 +76,7 @@ def options() -> cli.OneLineParser:
     add("--save-every", type=count, default=500, help="steps between checkpoints")
 
     add = parser.add_argument_group("--make-data").add_argument
-    add("--requests", metavar="FILE", help="prompts to ask first, as those of bench.py")
+    add("--requests", metavar="FILE", help="ask the first turns of these first")
     text = "share of conversations with a second turn"
     add("--second-turns", type=share, default=0.0, help=text)
     text = "share answered greedily, the rest at T = 0.8"
@@ -114,6 +114,7 @@ from torch import nn
 from tqdm import tqdm
 
 import common
+from support.prompts import context_of
 from support.training import checkpoints, data, self_written
 from support.training.features import Features
 
@@ -252,8 +253,9 @@ def check_finite(args, run, loss: float, norm: float) -> None:
     """Raise a UserError unless the loss and the norm of its gradient are finite."""
     if not math.isfinite(loss + norm):
         raise common.UserError(
-            f"loss is {loss} and its gradient {norm} at step {run.step}: train again, "
-            f"or go on from what is saved (--init), with a lower --lr than {args.lr}"
+            f"at step {run.step} the loss is {loss} and the norm of its gradient "
+            f"{norm}: train again, or from the last checkpoint (--init), with a lower "
+            f"--lr than {args.lr}"
         )
 
 
@@ -387,16 +389,14 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
 
     Each sequence is (token ids (T,), loss mask (T,)).
     """
-    config = target.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None)
-    context = context or 2**31  # none: no limit
+    context = context_of(target)
     length = min(args.max_length, context)
     sequences = []
     for path in args.data:
         sequences += data.read_conversations(path, tokenizer, length, target)
     sequences = data.join_turns(sequences)
     # The last conversations are held out, at most half of them all. This comes after
-    # join_turns, so no held-out text begins with a first turn that is learned.
+    # join_turns: a first turn by itself is never learned if its second one is held out.
     border = len(sequences) - min(args.held_out, len(sequences) // 2)
 
     answers = []

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import tempfile
+import uuid
 from pathlib import Path
 
 
@@ -14,7 +15,7 @@ def whole(path: Path):
     It gets the permissions of any new file.
     """
     path = path.resolve()
-    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         yield part
         _open(part)

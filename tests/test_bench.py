@@ -37,7 +37,7 @@ def here(measured):
 
 
 def parse(argv):
-    return bench.command.parse(argv, bench.__doc__)
+    return bench.command.read(bench.command.options(bench.__doc__), argv)
 
 
 def run(capsys, argv):

@@ -254,7 +254,7 @@ def test_loss_and_acceptance_of_a_batch_by_hand(small_llama, weight):
     options = dict(slots=4, labels=2, draft_vocab=5)
     drafter = make_drafter(small_llama, first_token=weight, **options)
     batch = random_batch(small_llama, lengths=(8, 6))
-    anchors, labels = ctc_drafter.anchors_and_labels(drafter, small_llama, batch)
+    anchors, labels, _ = ctc_drafter.anchors_and_labels(drafter, small_llama, batch)
     log_q = ctc_drafter.training_log_q(drafter, small_llama, batch, anchors).detach()
     expected = 0.0
     overlap = 0.0
@@ -286,7 +286,7 @@ def test_probabilities_that_are_too_small_for_a_float_leave_finite_gradients(
     drafter.norm.weight.data *= 300
     drafter.blank.weight.data *= 10
     batch = random_batch(llama)
-    anchors, _ = ctc_drafter.anchors_and_labels(drafter, llama, batch)
+    anchors, *_ = ctc_drafter.anchors_and_labels(drafter, llama, batch)
     log_q = ctc_drafter.training_log_q(drafter, llama, batch, anchors)
     assert (log_q.exp() == 0).any() and log_q.isfinite().all()
     total, _ = ctc_drafter.loss(drafter, llama, batch)
@@ -311,7 +311,7 @@ def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt)
     """Each row whose four labels are all of the response is an anchor, once."""
     drafter = make_drafter(llama, anchors=20)
     batch = random_batch(llama, prompt=prompt)
-    anchors, labels = ctc_drafter.anchors_and_labels(drafter, llama, batch)
+    anchors, labels, _ = ctc_drafter.anchors_and_labels(drafter, llama, batch)
     best = llama(batch.input_ids).logits.argmax(-1)  # best[t] follows x_t
     labels = iter(labels.tolist())
     for row, length in enumerate((9, 12, 7)):
@@ -324,7 +324,7 @@ def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt)
     torch.manual_seed(0)
     seen = set()
     for _ in range(60):
-        anchors, _ = ctc_drafter.anchors_and_labels(few, llama, batch)
+        anchors, *_ = ctc_drafter.anchors_and_labels(few, llama, batch)
         seen.add(tuple(sorted(anchors[0].tolist())))
     rows = range(max(prompt, 2) - 2, 9 - 5)
     assert seen == set(itertools.combinations(rows, 2))
@@ -334,7 +334,7 @@ def test_windows_of_a_second_turn_do_not_cross_what_the_user_says(llama):
     batch = random_batch(llama, lengths=(16,), prompt=2)
     batch.loss_mask[0, 8:10] = False
     drafter = make_drafter(llama, anchors=20)
-    anchors, _ = ctc_drafter.anchors_and_labels(drafter, llama, batch)
+    anchors, *_ = ctc_drafter.anchors_and_labels(drafter, llama, batch)
     chosen = anchors[anchors >= 0].tolist()
     assert sorted(chosen) == [0, 1, 2, 8, 9, 10]  # labels 2-5 ... 4-7, 10-13 ...
 
@@ -368,7 +368,7 @@ def test_drafting_round_by_round_equals_one_training_pass(llama):
     memory = ctc_drafter.Memory(drafter, llama)
     for end in (3, 4, 8, 12):  # tokens committed
         decoding.ids = batch.input_ids[:, :end]
-        decoding.hidden = batch.hidden[:, : end - 1]
+        decoding.buffer, decoding.cached = batch.hidden, end - 1
         drafted = ctc_drafter.fill_slots(drafter, decoding, memory)
         torch.testing.assert_close(drafted, log_q[end - 2], atol=1e-4, rtol=1e-4)
         assert memory.cache.get_seq_length() == end - 1

@@ -221,7 +221,7 @@ def test_the_python_examples_for_your_own_code_run(folder, tmp_path, capsys):
     scope["next_ids"] = scope["ids"]
     more = python_block("import cape", "support/README.md")
     exec(more.replace("=256", "=16"), scope)
-    assert scope["decoding"].hidden.shape[1] == scope["ids"]["input_ids"].shape[1] - 1
+    assert scope["decoding"].cached == scope["ids"]["input_ids"].shape[1] - 1
 
 
 def test_the_idea_of_the_readme_follows_the_target(small_llama):

@@ -608,7 +608,7 @@ def test_an_answer_ends_inside_the_accepted_tokens(llama):
         assert decoding.done
         assert decoding.ids[0, 5:].tolist() == truth[:2]
         # All but the newest token are cached, as after every round, and nothing else.
-        assert decoding.hidden.shape[1] == decoding.cache.get_seq_length() == 6
+        assert decoding.hidden.shape[1] == decoding.cached == 6
         for ours, fresh in zip(
             decoding.cache.layers, cached(llama, decoding.ids).layers
         ):

@@ -349,8 +349,7 @@ class Table:
             while decoding.ids.shape[1] < start + length:
                 self.verify(next(made))
             counts[tuple(decoding.ids[0, start : start + length].tolist())] += 1
-            decoding.ids = self.prompt
-            decoding.hidden = decoding.hidden[:, : start - 1]
+            decoding.ids, decoding.cached = self.prompt, start - 1
         return chi_square_p_value(counts, joint_of(self.next_probs, length))
 
 

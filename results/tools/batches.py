@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, print a table of speeds, and write the result."""
     parser = command.options(__doc__)
     parser.add_argument("--sizes", nargs="+", type=cli.number(int, 1), default=SIZES)
-    args = command.parsed(parser, sys.argv[1:] if argv is None else argv)
+    args = command.read(parser, sys.argv[1:] if argv is None else argv)
     bench.check(args)
     result = measure(args)
     print(report.speedups("sequences", result["sizes"]))

@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", help=cli.DEVICE_HELP)
     parser.add_argument("--json", metavar="FILE", help="write the result")
     # The other options of bench.py, which the header of a result has, are as always.
-    args = parser.parse_args(argv, command.parse([], __doc__))
+    args = parser.parse_args(argv, command.read(command.options(__doc__), []))
     args.argv = argv
     if args.json:
         cli.check_writable(args.json)

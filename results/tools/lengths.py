@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--lengths", nargs="+", type=cli.number(int, 64), default=LENGTHS
     )
-    args = command.parsed(parser, argv)
+    args = command.read(parser, argv)
     if not args.method:
         raise common.UserError("nothing to time: give --method")
     if args.prompt is None:

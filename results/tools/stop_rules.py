@@ -395,7 +395,7 @@ def table(sweep: dict) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     """Record the chains of the first arm, and print the table of all rules."""
     argv = sys.argv[1:] if argv is None else argv
-    args = command.parsed(command.options(__doc__), argv)
+    args = command.read(command.options(__doc__), argv)
     if not args.method:
         raise common.UserError("nothing to record: give --method")
     prompts = bench.prompts_of(args)

@@ -133,8 +133,8 @@ def convert(method: str, source: str, target, **more):
     folder = Path(source)
     try:
         if not folder.is_dir():
-            files = ["config.json", *FILES]
-            folder = Path(snapshot_download(source, allow_patterns=files))
+            wanted = ["config.json", *FILES]
+            folder = Path(snapshot_download(source, allow_patterns=wanted))
     except (OSError, ValueError) as error:  # of the hub, the network and the cache
         reason = common.one_line(error)
         raise UserError(f"no {source}, here or on the hub ({reason})") from error

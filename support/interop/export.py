@@ -133,6 +133,18 @@ def save_target(model, folder: Path) -> None:
 # --------------------------------------------------------------------- other engines
 
 
+def rotation_of(target) -> dict:
+    """How the target's layers rotate, if all do so as Llama's; else a UserError."""
+    config = target.config.get_text_config()
+    rotation = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rotation:  # none, or one for each kind of layers
+        raise common.UserError(
+            "the drafter's layers rotate as Llama's, and the target's do not: engines "
+            "have no format for it"
+        )
+    return rotation
+
+
 def causal_lm(drafter, target):
     """The copied layers of a SpecDec++ drafter, as a causal LM of transformers.
 
@@ -143,11 +155,7 @@ def causal_lm(drafter, target):
         raise common.UserError(
             f"the drafter holds only a head: load {ours.draft_model}"
         )
-    if "rope_theta" not in (getattr(whole, "rope_parameters", None) or {}):
-        raise common.UserError(
-            "its layers rotate as those of Llama, and the target otherwise: engines "
-            "have no format for it"
-        )
+    rotation_of(target)
     config = common.llama_config(ours.target, ours.intermediate_size)
     names = ("vocab_size", "max_position_embeddings", "rope_parameters")
     names += ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -183,12 +191,7 @@ def eagle_files(drafter, target) -> tuple[dict, dict]:
     feature, embed = weights.pop("fusion.weight").chunk(2, dim=1)  # (D, D) each
     weights["fc.weight"] = torch.cat([embed, feature], dim=1)
     whole = target.config.get_text_config()
-    rotation = getattr(whole, "rope_parameters", None) or {}
-    if "rope_theta" not in rotation:  # none, or one for each kind of layers
-        raise common.UserError(
-            "EAGLE's layer rotates as Llama's do, and the target otherwise: engines "
-            "have no format for it"
-        )
+    rotation = rotation_of(target)
     shape = common.llama_config(config.target, config.intermediate_size).to_diff_dict()
     shape |= config.layer
     shape |= {

@@ -8,12 +8,7 @@ import argparse
 from support import cli
 
 
-def parse(argv: list[str], description: str) -> argparse.Namespace:
-    """Parse `argv` with the options of bench.py."""
-    return parsed(options(description), argv)
-
-
-def parsed(parser: cli.OneLineParser, argv: list[str]) -> argparse.Namespace:
+def read(parser: cli.OneLineParser, argv: list[str]) -> argparse.Namespace:
     """Parse `argv` with --json, whose file is checked before hours of work."""
     parser.add_argument(
         "--json",

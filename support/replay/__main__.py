@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if not set(args.method) - set(PEERS):  # transformers shows no drafts of its own
         raise UserError("a page needs drafts: give a --method of ours")
+    bench.check(args)
     cli.check_writable(args.page)
     turn = bench.prompts_of(args)[0]["turns"][0]
     stock, target, tokenizer = bench.load(args)

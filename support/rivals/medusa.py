@@ -105,7 +105,7 @@ def training_logits(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """Cross-entropy of head j times 0.8^j, summed over heads and W anchors; and W."""
-    anchors, labels = ctc_drafter.anchors_and_labels(drafter, target, batch)
+    anchors, labels, _ = ctc_drafter.anchors_and_labels(drafter, target, batch)
     logits = training_logits(drafter, target, batch, anchors)
     logits = logits.flatten(0, 1)  # (W U, Vd)
     losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
@@ -115,10 +115,9 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft) of the first token, summed over W anchors, and W."""
-    anchors, _ = ctc_drafter.anchors_and_labels(drafter, target, batch)
+    anchors, _, hidden = ctc_drafter.anchors_and_labels(drafter, target, batch)
     logits = training_logits(drafter, target, batch, anchors)
     q_draft = logits[:, 0].softmax(-1)  # (W, Vd)
-    hidden = ctc_drafter.first_token_hidden(batch, anchors)
     total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(hidden)
 

@@ -106,7 +106,8 @@ def save(out: Path, drafter, optimizer, run: Run, identity: dict) -> None:
             raise
         reason = common.one_line(error)
         raise common.UserError(
-            f"cannot save to {out} ({reason}); make room, then continue with --resume"
+            f"cannot save to {out} ({reason}); make room, then continue with --resume "
+            "from what was saved before"
         ) from error
     # Each file appears by one rename. config.json marks a drafter, so it comes last.
     for name in ("training_state.pt", "model.safetensors", "curve.json", "config.json"):

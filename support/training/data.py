@@ -128,9 +128,8 @@ def _numbers(numbers: list[int]) -> str:
 
 def _counts(keys: Counter) -> str:
     """Keys, and in how many lines they are."""
-    lines = ("lines" if count > 1 else "line" for count in keys.values())
-    each = zip(keys.items(), lines)
-    return ", ".join(f"{key} ({count:,} {word})" for (key, count), word in each)
+    items = keys.items()
+    return ", ".join(f"{key} ({n:,} line{'s' * (n > 1)})" for key, n in items)
 
 
 def _lines(path: str) -> list[tuple[int, bytes]]:

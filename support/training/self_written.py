@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import common
 from support import cli
-from support.prompts import answer_padded, chat, render
+from support.prompts import answer_padded, chat, context_of, render
 
 BATCH = 32  # conversations held at a time
 # How second requests begin; after "" the target continues freely.
@@ -57,9 +57,7 @@ class Maker:
         self.greedy = greedy
         self.most = most
         self.eos_ids = common.eos_ids(target.generation_config)
-        config = target.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None)
-        self.context = context or 2**31  # none: no limit
+        self.context = context_of(target)
         if not (tokenizer.chat_template and self.eos_ids):
             raise common.UserError(
                 "this target has no chat template or no eos_token_id: take another"

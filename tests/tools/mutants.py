@@ -43,8 +43,8 @@ the first rows are kept, not the accepted ones
 rejected rows stay in the cache
 - self.cache.cut(prefix + len(kept)) --> pass
 a cache that grows loses its newest row
-- old_rows = [x[:, :, :old] for x in self.buffers]
-+ old_rows = [F.pad(x[:, :, : old - 1], (0, 0, 0, 1)) for x in self.buffers]
+- F.pad(buffer[..., :length, :], (0, 0, 0, end + spare - length))
++ F.pad(buffer[..., : length - 1, :], (0, 0, 0, end + spare - length + 1))
 a drafter keeps the rows of rejected tokens
 - agreed = int(same.cumprod(0).sum()) --> agreed = end
 nothing may be left to feed
@@ -83,8 +83,8 @@ sampling: no residual
 a draw of 0 takes the first token, even one of probability 0
 - drawn, right=True) --> drawn)
 the hidden states of a round take the place of older ones
-- torch.cat([self.hidden, hidden[None, : len(kept)]], dim=1)
-+ torch.cat([self.hidden, hidden[None, -len(kept) :]], dim=1)
+- self.buffer = appended(self.buffer, prefix, hidden[None, : len(kept)])
++ self.buffer = appended(self.buffer, max(0, prefix - 1), hidden[None, : len(kept)])
 no place is left for the bonus token
 - max_length - self.ids.shape[1] - 1 --> max_length - self.ids.shape[1]
 a draft token is drawn from another distribution than is reported
@@ -113,11 +113,11 @@ a renewed drafter reads the rows of the whole text
 a window is never renewed
 - if decoding.ids.shape[1] > first + 2 * window: --> if False:
 rows behind an edit are kept
-- kept = int(same.cumprod(0).sum()) --> kept = int(same.sum())
+- self.cached = int(same.cumprod(0).sum()) --> self.cached = int(same.sum())
 rows of an interrupted round are kept
-- self.cache.cut(kept) --> pass
+- self.cache.cut(self.cached) --> pass
 a cache is taken over twice
-- after.cache = after.hidden = None --> pass
+- after.cache = after.buffer = None --> pass
 rows of a target that has changed are kept
 - if after.state != self.state: --> if False:
 the loss of a router is computed while decoding
@@ -180,7 +180,7 @@ Y is likelier than it says
 Z exchanges the shares of X and Y
 - (uniform >= keep) --> (uniform < keep)
 labels belong to other tokens
-- return hidden, accept_prob[among] --> return hidden, accept_prob[: len(hidden)]
+- accept_prob[judged[batch.loss_mask]] --> accept_prob[: len(hidden)]
 the first layers are copied, not the chosen ones
 - [theirs[layer] for layer in drafter.config.layers] --> theirs
 tokens after a rejection see those after them
@@ -195,20 +195,20 @@ the relaxed mask is plain causal
 - return (block[:, :, None] >= block[:, None, :])[:, None]
 + return (indices[:, None] >= indices).expand(len(phase), 1, -1, -1)
 a slot learns the state before its label
-- labels=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
-+ labels=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
+- label_hidden=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
++ label_hidden=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
 as many labels are revealed as there are slots, not misses
 - number = (rate * wrong.sum(1, keepdim=True)).round()
 + number = round(rate * learns.shape[1])
 runs are cut short in the order of the text
-- order = torch.rand_like(block, dtype=torch.float32)
-+ order = block.argsort() / block.numel()
+- key = torch.rand_like(block, dtype=torch.float32)
++ key = block.argsort() / block.numel()
 a run may have the last slot of its block
 - run = torch.randint_like(block, 1, k) --> run = torch.randint_like(block, 1, k + 1)
 a run may begin in a block that is not complete or does not learn
-- in_run = (learning == k) & ( --> in_run = (learning > 0) & (
+- in_run = (learners == k) & ( --> in_run = (learners > 0) & (
 the tokens of labels are revealed, and not their hidden states
-- hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
+- hidden=torch.where(revealed[..., None], slots.label_hidden, slots.hidden),
 + hidden=slots.hidden,
 all noise is positive
 - .uniform_(-amplitude, amplitude) --> .uniform_(0, amplitude)
@@ -513,7 +513,7 @@ a last answer need not be written
 a text is found in an earlier turn
 - place = found + len(said) --> pass
 a template writes the date of today
-- if "strftime_now" in template: --> if False:
+- strftime_now=DAY.strftime, --> strftime_now=datetime.datetime.now().strftime,
 a tokenizer's end token ends a request
 - return whole[: before + len(ids)] --> return whole
 the padding before a prompt is read
