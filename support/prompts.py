@@ -11,9 +11,13 @@ PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
 # Some templates write today's date (strftime_now). The same data would then be other
-# tokens tomorrow: a run could not be resumed, and kept features would be of no use. So
-# templates are given this day, whatever the day is.
+# tokens tomorrow: a run could not be resumed, and kept features would be of no use. A
+# template that does so gets a function that writes one day, whatever the day is.
 DAY = datetime.datetime(2025, 1, 1)
+CODES = [*"aAbBcdfHIjmMpSuUwWxXyYZ", *(f"-{code}" for code in "dHIjmMS")]
+ONE_DAY = "{% macro strftime_now(form) %}{{ form"
+ONE_DAY += "".join(f" | replace('%{x}', '{DAY.strftime('%' + x)}')" for x in CODES)
+ONE_DAY += " }}{% endmacro %}\n"
 
 
 def context_of(target) -> int:
@@ -41,6 +45,8 @@ def render(messages: list[dict], tokenizer, ask: bool = False) -> str:
         part = {"type": "text", "text": message["content"]}
         parts.append(message | {"content": [part]})
     template = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN
+    if "strftime_now" in template:
+        template = ONE_DAY + template
     refusals = []
     for form in (messages, parts):
         try:
@@ -49,7 +55,6 @@ def render(messages: list[dict], tokenizer, ask: bool = False) -> str:
                 chat_template=template,
                 add_generation_prompt=ask,
                 tokenize=False,
-                strftime_now=DAY.strftime,
             )
         except Exception as error:  # a template is a program, which may fail in any way
             refusals.append(f"does not accept it: {common.one_line(error)}")

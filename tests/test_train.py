@@ -467,7 +467,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, trained, monkeypatch):
     monkeypatch.setattr(glide, "loss", diverging)
     monkeypatch.setattr(train, "check_learned", lambda *_: None)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with refused("loss is nan and .* at step 5"):
+    with refused("at step 5 the loss is nan"):
         trained("out", "--steps", 8)
     # Ctrl-C means what it did.
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

@@ -513,7 +513,7 @@ a last answer need not be written
 a text is found in an earlier turn
 - place = found + len(said) --> pass
 a template writes the date of today
-- strftime_now=DAY.strftime, --> strftime_now=datetime.datetime.now().strftime,
+- if "strftime_now" in template: --> if False:
 a tokenizer's end token ends a request
 - return whole[: before + len(ids)] --> return whole
 the padding before a prompt is read
