@@ -370,22 +370,14 @@ def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
 # -------------------------------------------------------------------------- decoding
 
 
-class Memory:
-    """What the drafter keeps between the rounds of one answer."""
-
-    def __init__(self, drafter: Drafter, target):
-        self.cache = common.DraftCache(drafter.config.num_layers)
-        self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
-
-
-def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
+def feed(drafter: Drafter, decoding, cache, new: Tensor) -> Tensor:
     """Feed tokens (1, n) that follow those in the drafter's cache.
 
     A single token must be the newest committed one or a drafted one, because it may
     read all rows of the target. Returns the last token's hidden state (1, D), from
     which the next one is drafted.
     """
-    indices = memory.cache.record(new)  # (1, n) of the tokens in decoding.ids
+    indices = cache.record(new)  # (1, n) of the tokens in decoding.ids
     prefix = decoding.hidden.shape[1]  # P
     kv = {}  # stays empty after a prompt of one token, when the target has no rows
     if prefix > 0:
@@ -397,21 +389,21 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
         # the target's rows of the tokens before it. It misses one row, its own, as the
         # first query of a block does.
         query = indices[0, :, None]  # (n, 1)
-        own_rows = torch.arange(memory.cache.fed.shape[1], device=new.device)
+        own_rows = torch.arange(cache.fed.shape[1], device=new.device)
         self_mask = (query >= own_rows)[None, None]  # (1, 1, n, P_own + n)
         target_rows = torch.arange(prefix, device=new.device)
         cross_mask = (query > target_rows)[None, None]  # (1, 1, n, P)
     # A query rotates by its position in the text, because the target's keys do.
     positions = decoding.first + indices
-    hidden = drafter(
-        decoding.target, new, positions, kv, self_mask, cross_mask, memory.cache
-    )
+    target = decoding.target
+    hidden = drafter(target, new, positions, kv, self_mask, cross_mask, cache)
     return hidden[:, -1]
 
 
-def propose(drafter: Drafter, decoding, memory: Memory):
+def propose(drafter: Drafter, decoding, cache: common.DraftCache, head: nn.Module):
     """Draft a chain after `decoding.ids`, until the caller stops.
 
+    cache: the drafter's, of this answer. head: the target's LM head, D -> Vd.
     Yields pairs of a token (1,) and the q_draft (V,) that it was chosen from. If there
     are logits processors, it ends where they leave no finite score, and after a token
     that ends the text.
@@ -420,14 +412,14 @@ def propose(drafter: Drafter, decoding, memory: Memory):
     # have no row yet. The rows of accepted tokens stay. In the first layer they depend
     # on tokens only. Those of higher layers were made with fewer of the target's rows,
     # as in training, where a row is made under the mask of its block.
-    new = memory.cache.rewind(decoding.ids)  # (1, n)
+    new = cache.rewind(decoding.ids)  # (1, n)
     drafted = []
     while True:
         # A long text is fed in parts (with window=None), because a mask of all its
         # queries and keys would grow with the square of its length.
         for part in new.split(512, dim=1):
-            hidden = feed(drafter, decoding, memory, part)  # (1, D)
-        logits = memory.head(hidden)[0]  # (Vd,)
+            hidden = feed(drafter, decoding, cache, part)  # (1, D)
+        logits = head(hidden)[0]  # (Vd,)
         picked = common.pick(decoding, logits, drafter.vocab_ids, drafted)
         if picked is None:
             return
@@ -455,9 +447,10 @@ def drafts(decoding, drafter: Drafter, **changes):
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
-    memory = Memory(drafter, decoding.target)
+    cache = common.DraftCache(drafter.config.num_layers)
+    head = common.draft_head(decoding.target, drafter.vocab_ids)
     while not decoding.done:
-        steps = propose(drafter, decoding, memory)
+        steps = propose(drafter, decoding, cache, head)
         length = min(config.gamma, decoding.max_depth)
         yield common.chain(itertools.islice(steps, length), decoding.ids)
 

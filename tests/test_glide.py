@@ -244,15 +244,16 @@ def test_training_with_the_block_mask_computes_the_states_of_drafting(name, opti
     while phases(drafter, 1) != [0]:
         torch.rand(())
     expected = glide.training_pass(drafter, target, batch)
-    memory = glide.Memory(drafter, target)
+    cache = common.DraftCache(drafter.config.num_layers)
+    head = common.draft_head(target, drafter.vocab_ids)
     logits = []
     for place in range(13):
         if place % 4 == 0:
             ids = batch.input_ids[:, : place + 1]
             decoding = common.start(target, input_ids=ids, max_new_tokens=1)
         newest = batch.input_ids[:, place : place + 1]
-        hidden = glide.feed(drafter, decoding, memory, newest)
-        logits.append(memory.head(hidden).float())
+        hidden = glide.feed(drafter, decoding, cache, newest)
+        logits.append(head(hidden).float())
     torch.testing.assert_close(torch.cat(logits), expected)
 
 
@@ -268,11 +269,12 @@ def test_a_prompt_is_read_as_if_fed_at_once(length):
         48, (1, length), generator=torch.Generator().manual_seed(length)
     )
     decoding = common.start(target, input_ids=ids, max_new_tokens=1)
-    memory = glide.Memory(drafter, target)
-    _, q_draft = next(glide.propose(drafter, decoding, memory))
+    cache = common.DraftCache(2)
+    head = common.draft_head(target, drafter.vocab_ids)
+    _, q_draft = next(glide.propose(drafter, decoding, cache, head))
 
     _, kv = common.target_features(target, ids, drafter.kv_layers)
     mask = glide.block_mask(length, 1, torch.tensor([0]))
     expected = drafter(target, ids, torch.arange(length)[None], kv, cross_mask=mask)
-    expected = memory.head(expected[0, -1]).float().softmax(-1)
+    expected = head(expected[0, -1]).float().softmax(-1)
     torch.testing.assert_close(q_draft, expected)

@@ -88,7 +88,9 @@ def beams_by_hand(target, drafter, depth, width):
             # The target has cached the prompt only.
             after = torch.tensor([path], dtype=torch.long)
             decoding.ids = torch.cat([PROMPT, after], dim=1)
-            steps = glide.propose(drafter, decoding, glide.Memory(drafter, target))
+            cache = common.DraftCache(drafter.config.num_layers)
+            head = common.draft_head(target, drafter.vocab_ids)
+            steps = glide.propose(drafter, decoding, cache, head)
             _, q_draft = next(steps)
             for token, q in enumerate(q_draft.tolist()):
                 grown[(*path, token)] = probability * q
@@ -103,8 +105,9 @@ def test_the_tree_is_that_of_the_best_proposals(llama, depth, width):
     drafter = make_glide(llama, draft_vocab=20)
     # It ranks greedily and without processors, whatever is asked of the answer.
     decoding = opened(llama, do_sample=True, suppress_tokens=list(range(28, 38)))
-    memory = glide.Memory(drafter, llama)
-    draft = beam.propose(drafter, decoding, memory, depth, width)
+    cache = common.DraftCache(1)
+    head = common.draft_head(llama, drafter.vocab_ids)
+    draft = beam.propose(drafter, decoding, cache, head, depth, width)
     beams = beams_by_hand(llama, drafter, depth, width)
     expected = {path[:end] for path in beams for end in range(1, depth + 1)}
     q_of = dict(zip(paths(draft), draft.notes["q"]))

@@ -44,7 +44,7 @@ class Config:
 VARIANTS = {"width8": {"width": 8}}
 
 
-def feed_level(drafter, decoding, memory, fed: list[tuple], count: int) -> Tensor:
+def feed_level(drafter, decoding, cache, fed: list[tuple], count: int) -> Tensor:
     """Feed the last tokens of the last `count` proposals; hidden states (count, D).
 
     fed: all proposals fed in this round, each a tuple of tokens; shorter ones first.
@@ -63,10 +63,10 @@ def feed_level(drafter, decoding, memory, fed: list[tuple], count: int) -> Tenso
     # as text. Accepted tokens are therefore fed once more, but in the pass that has to
     # feed the bonus token anyway.
     target = decoding.target
-    return drafter(target, new, positions, kv, self_mask, None, memory.cache)[0]
+    return drafter(target, new, positions, kv, self_mask, None, cache)[0]
 
 
-def propose(drafter, decoding, memory, depth: int, width: int) -> common.Draft:
+def propose(drafter, decoding, cache, head, depth: int, width: int) -> common.Draft:
     """The tree of the best `width` proposals of `depth` tokens.
 
     They are ranked as in greedy decoding, without logits processors.
@@ -76,12 +76,12 @@ def propose(drafter, decoding, memory, depth: int, width: int) -> common.Draft:
     fed = []  # all proposals with a row in the drafter's cache
     for level in range(depth):
         if level == 0:
-            for part in memory.cache.rewind(decoding.ids).split(512, dim=1):
-                hidden = glide.feed(drafter, decoding, memory, part)  # (1, D)
+            for part in cache.rewind(decoding.ids).split(512, dim=1):
+                hidden = glide.feed(drafter, decoding, cache, part)  # (1, D)
         else:
             fed += [path for _, path in beams]
-            hidden = feed_level(drafter, decoding, memory, fed, len(beams))
-        q_draft = memory.head(hidden).float().softmax(-1)  # (beams, Vd)
+            hidden = feed_level(drafter, decoding, cache, fed, len(beams))
+        q_draft = head(hidden).float().softmax(-1)  # (beams, Vd)
         best = q_draft.topk(min(width, q_draft.shape[1]))
         tokens = drafter.vocab_ids[best.indices].tolist()
         grown = []
@@ -117,7 +117,8 @@ def drafts(decoding, drafter, **changes):
     """
     common.check_drafter(drafter, glide.Drafter, decoding.target)
     config = common.changed(Config(), changes)
-    memory = glide.Memory(drafter, decoding.target)
+    cache = common.DraftCache(drafter.config.num_layers)
+    head = common.draft_head(decoding.target, drafter.vocab_ids)  # D -> Vd
     while not decoding.done:
         depth = min(config.gamma, decoding.max_depth)
-        yield propose(drafter, decoding, memory, depth, config.width)
+        yield propose(drafter, decoding, cache, head, depth, config.width)
