@@ -308,12 +308,12 @@ def acceptance_rate(arm: Arm, asked: list[dict], answers: list[Answer]) -> float
     """alpha as the arm's method defines it, on answers to what was asked."""
     total = 0.0
     count = 0
-    pairs = list(zip(asked, answers))
-    step = -(-len(pairs) // ALPHA_ANSWERS)  # spread over all of them
+    count_asked = min(len(asked), ALPHA_ANSWERS)
     # All drafters are judged on the same text (the baseline's answers), not on what
     # their arms wrote.
-    for number, (inputs, answer) in enumerate(pairs[::step]):
-        prompt = inputs["input_ids"]
+    for number in sorted(random.Random(0).sample(range(len(asked)), count_asked)):
+        answer = answers[number]
+        prompt = asked[number]["input_ids"]
         ids = torch.cat([prompt, prompt.new_tensor([answer.tokens])], dim=1)  # (1, T)
         place = torch.arange(ids.shape[1], device=ids.device)
         answered = (place >= prompt.shape[1])[None]

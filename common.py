@@ -57,6 +57,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -1081,6 +1082,7 @@ def read_drafter(Drafter, path, **hub):
     method = Drafter.__module__.rpartition(".")[2]  # a copied file may be in a package
     place = f"the hub's {path}" if is_id else path
     damaged = f"{place} holds no {method} drafter, or a damaged one"
+    damage = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
     try:
         if is_id:
             file = Path(hf_hub_download(str(path), "config.json", **hub))
@@ -1088,11 +1090,11 @@ def read_drafter(Drafter, path, **hub):
         sizes = config.get("target") if isinstance(config, dict) else None
         sizes = sizes.values() if isinstance(sizes, dict) else ()
         if not sizes or not all(type(x) is int and x > 0 for x in sizes):
-            raise ValueError("config.json has no target")
+            raise ValueError("config.json has no target with sizes above 0")
         # The method's code may rely on these sizes. Other kinds of errors are bugs.
         with contextlib.redirect_stdout(io.StringIO()):  # the hub's loader prints
             return Drafter.from_pretrained(str(path), strict=True, **hub)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (*damage, StrictDataclassError) as error:
         raise UserError(f"{damaged} ({one_line(error)}); {remedy}") from error
 
 
@@ -1441,7 +1443,7 @@ def _answers_by_ids(processor, decoding: Decoding) -> bool:
 
     def ask(text: Tensor) -> tuple[Tensor, str]:
         """The scores after a text, and what the processor keeps, such as a count."""
-        asked = processor(text, scores.clone())
+        asked = processor(text.clone(), scores.clone()).clone()
         return asked, repr(getattr(processor, "__dict__", None))
 
     short = longer = decoding.ids

@@ -94,7 +94,7 @@ class Config:
             (not ints, f"layers {self.layers}: take a list of ints, such as [0,-1]"),
             (self.w_rej == 0, "w_rej 0: take a weight above 0"),
             (not finite, "w_rej and temperature: take finite numbers"),
-            (other_width, "width: leave it at 0; build fills it in"),
+            (other_width, "width is that of a draft_model: leave it at 0"),
         )
         if depth := self.target.get("num_layers"):
             wrong = not all(-depth <= layer < depth for layer in self.layers)

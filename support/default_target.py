@@ -31,8 +31,10 @@ def folder() -> Path:
     """The default target's folder, made from the package on first use."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = cache / "speculative-drafters" / "float32"  # earlier versions: "float16"
-    root.mkdir(parents=True, exist_ok=True)
     home = root / NAME
+    if home.is_dir():  # before the lock, because the cache may be read-only
+        return home
+    root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / "lock"):  # only one process builds it at a time
         if home.is_dir():
             return home
@@ -86,10 +88,12 @@ def convert(gguf: Path, out: Path) -> None:
     import torch
 
     import common
+    from support import files
 
     target, tokenizer = common.load_target(str(gguf))
     target.to(torch.float16).to(torch.float32).save_pretrained(out)
     tokenizer.save_pretrained(out)
+    files.open_weights(out)
 
 
 def read_gguf(path: str, dtype) -> tuple:

@@ -755,6 +755,16 @@ class Log(transformers.LogitsProcessor):
         return scores
 
 
+def one_buffer():
+    """Its answers count its calls, and all of them share their memory."""
+    buffer = torch.zeros(1, 48)
+
+    def processor(ids, scores):
+        return buffer.add_(1)
+
+    return processor
+
+
 def failing(ids, scores):
     assert ids.shape[1] == PROMPT.shape[1], "a matcher that was told of the prompt"
     return scores
@@ -766,6 +776,7 @@ def failing(ids, scores):
         (once_different(4), "function gives other answers"),
         (once_different(6), "function gives other answers"),
         (never_back(), "function gives other answers"),
+        (one_buffer(), "function gives other answers"),
         (Log([], lambda kept: kept.append(1)), "Log gives other answers, or counts"),
         (Log(torch.zeros(1), lambda kept: kept.add_(1)), "Log .* or counts"),
         (Log({}, lambda kept: kept.update({len(kept): 1})), "Log .* or counts"),
@@ -777,6 +788,16 @@ def test_a_processor_with_a_state_is_refused_by_name(llama, processor, message):
         common.start(
             llama, input_ids=PROMPT, max_new_tokens=4, logits_processor=[processor]
         )
+
+
+def test_a_processor_that_writes_in_its_ids_changes_no_prompt(llama):
+    def processor(ids, scores):
+        ids[:, 0] = 1
+        return scores
+
+    options = {"logits_processor": [processor], "max_new_tokens": 4}
+    decoding = common.start(llama, input_ids=PROMPT, **options)
+    assert decoding.ids.tolist() == [[3, 12, 13, 3, 12]]
 
 
 def test_processors_of_transformers_that_depend_on_the_ids_are_taken(llama):

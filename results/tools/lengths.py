@@ -103,8 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         "--lengths", nargs="+", type=cli.number(int, 64), default=LENGTHS
     )
     args = command.read(parser, argv)
-    if not args.method:
-        raise common.UserError("nothing to time: give --method")
+    bench.check(args)
     if args.prompt is None:
         args.prompts = args.prompts or [TEXTS]
     result = measure(args)

@@ -34,6 +34,10 @@ the state of a processor is not compared
 - or kept != kept_then: --> or False:
 a processor is not asked again after a longer text
 - if not first.equal(second) or --> if
+a processor writes in the prompt
+- asked = processor(text.clone(), --> asked = processor(text,
+scores of a processor are compared with themselves
+- scores.clone()).clone() --> scores.clone())
 a window that the model does not read is not noticed
 - config.sliding_window = 3  # --> pass  #
 a processor is asked about a text that has ended
