@@ -203,7 +203,8 @@ def mistake(text: str) -> Exception:
 
 def run(main):
     """What `main` returns. A user's mistake: one line and code 2. Ctrl-C: code 130."""
-    name = Path(sys.argv[0]).name
+    path = Path(sys.argv[0])
+    name = path.parent.name if path.stem == "__main__" else path.name  # python -m
     try:
         return main()
     except KeyboardInterrupt:
