@@ -76,7 +76,7 @@ def options() -> cli.OneLineParser:
     add("--save-every", type=count, default=500, help="steps between checkpoints")
 
     add = parser.add_argument_group("--make-data").add_argument
-    add("--requests", metavar="FILE", help="ask the first turns of these first")
+    add("--requests", metavar="FILE", help="prompts whose first turns to ask first")
     text = "share of conversations with a second turn"
     add("--second-turns", type=share, default=0.0, help=text)
     text = "share answered greedily, the rest at T = 0.8"
