@@ -1082,7 +1082,7 @@ def read_drafter(Drafter, path, **hub):
     method = Drafter.__module__.rpartition(".")[2]  # a copied file may be in a package
     place = f"the hub's {path}" if is_id else path
     damaged = f"{place} holds no {method} drafter, or a damaged one"
-    damage = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+    kinds = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
     try:
         if is_id:
             file = Path(hf_hub_download(str(path), "config.json", **hub))
@@ -1094,7 +1094,7 @@ def read_drafter(Drafter, path, **hub):
         # The method's code may rely on these sizes. Other kinds of errors are bugs.
         with contextlib.redirect_stdout(io.StringIO()):  # the hub's loader prints
             return Drafter.from_pretrained(str(path), strict=True, **hub)
-    except (*damage, StrictDataclassError) as error:
+    except (*kinds, StrictDataclassError) as error:
         raise UserError(f"{damaged} ({one_line(error)}); {remedy}") from error
 
 

@@ -249,7 +249,7 @@ def test_drafting_and_verifying_are_timed_apart(llama, monkeypatch):
     assert answer.seconds == {"prefill": 11, "draft": 3 * 11, "verify": 4, "other": 6}
 
 
-def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama):
+def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama, monkeypatch):
     """A method whose alpha is the share of even ids shows which tokens count."""
     answers = [Answer(tokens=[2, 4, 6, 8, 10, 11, 12]), Answer(tokens=[1, 2])]
     asked = [{"input_ids": torch.tensor([ids])} for ids in ([1, 3, 5], [2, 2, 2, 2])]
@@ -262,6 +262,12 @@ def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama):
     module = SimpleNamespace(acceptance=acceptance)
     arm = Arm("x", llama, module=module, drafter=SimpleNamespace(kv_layers=[]))
     assert bench.acceptance_rate(arm, asked, answers) == 7 / 9
+    # Of many answers some are drawn, and not the first ones.
+    monkeypatch.setattr(bench, "ALPHA_ANSWERS", 8)
+    alpha = bench.acceptance_rate(
+        arm, [asked[1]] * 20, answers[1:] * 8 + [Answer(tokens=[4])] * 12
+    )
+    assert 0.5 < alpha < 1
 
 
 # ------------------------------------------------------------------------------ figures
